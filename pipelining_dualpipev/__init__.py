@@ -1,0 +1,48 @@
+"""DualPipeV for ``torch.distributed.pipelining``.
+
+The names below are looked up on first use, so that ``pipelining_dualpipev.planning``, which is pure Python, can be
+imported on a machine without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipelining_dualpipev.errors import PipelineError, RanksDisagreeError, ScheduleError, SplitError
+    from pipelining_dualpipev.planning.placement import stage_indices
+    from pipelining_dualpipev.runtime.gradients import clip_grad_norm_, mean_loss
+    from pipelining_dualpipev.schedule import ScheduleDualPipeV
+
+__all__ = [
+    "ScheduleDualPipeV",
+    "stage_indices",
+    "mean_loss",
+    "clip_grad_norm_",
+    "PipelineError",
+    "RanksDisagreeError",
+    "ScheduleError",
+    "SplitError",
+]
+
+_HOME = {
+    "ScheduleDualPipeV": "schedule",
+    "stage_indices": "planning.placement",
+    "mean_loss": "runtime.gradients",
+    "clip_grad_norm_": "runtime.gradients",
+    "PipelineError": "errors",
+    "RanksDisagreeError": "errors",
+    "ScheduleError": "errors",
+    "SplitError": "errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
