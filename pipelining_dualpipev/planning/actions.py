@@ -95,7 +95,8 @@ class Action(NamedTuple):
             return f"({';'.join(map(str, self.parts))}){self.kind.value}"
         return f"{self.stage}{self.kind.value}{self.microbatch}"
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        return str(self)
 
     @property
     def singles(self) -> tuple[Action, ...]:

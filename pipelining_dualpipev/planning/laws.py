@@ -37,6 +37,9 @@ class _Place(NamedTuple):
     position: int
 
 
+_Wire = tuple[str, int, int]  # what travels: F or B, the boundary's lower stage, the microbatch
+
+
 def check_order(order: Mapping[int, Sequence[Action | str]], n_microbatches: int, *, placement: Placement) -> Order:
     """Check an order of compute actions against the laws *at home*, *complete*, *in order* and *paired*.
 
@@ -140,8 +143,7 @@ def _check_complete(order: Order, n_microbatches: int, placement: Placement) -> 
         for letter in "IW" if single.kind is Kind.FULL_BACKWARD else single.kind.value:
             key = (letter, single.stage, single.microbatch)
             if key in done:
-                why = f"{single} does {letter} of stage {key[1]}, microbatch {key[2]}, already done at {done[key].position}"
-                _broken("complete", order, place, why)
+                _broken("complete", order, place, f"the {letter} of {single} is already done at {done[key].position}")
             needed = {"F": None, "I": "F", "W": "I"}[letter]
             if needed and (needed, *key[1:]) not in done:
                 _broken(
@@ -207,8 +209,7 @@ def _check_transfers_complete(programs: Order, placement: Placement) -> None:
 
 def _check_matched(programs: Order, placement: Placement) -> None:
     """The joint sequence of transfers between two ranks is the same on both; so are then those of each direction."""
-    Wire = tuple[str, int, int]  # F or B, lower stage of the boundary, microbatch
-    sequences: dict[tuple[int, int], list[tuple[Wire, _Place, Action]]] = defaultdict(list)
+    sequences: dict[tuple[int, int], list[tuple[_Wire, _Place, Action]]] = defaultdict(list)
     for place, single in _singles(programs):
         if single.kind.is_communication:
             forwards = single.kind in (Kind.SEND_F, Kind.RECV_F)
