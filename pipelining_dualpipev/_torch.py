@@ -1,0 +1,121 @@
+"""The only file that touches names of torch which are not public.
+
+Whatever torch may rename between releases is adapted here, so that a new release breaks one file.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, _Action
+
+from pipelining_dualpipev.planning.actions import Action, Order
+
+__all__ = ["TorchSchedule", "gloo_group_beside", "to_torch_order"]
+
+
+def to_torch_order(order: Order) -> dict[int, list[_Action | None]]:
+    """The same order in torch's own action type."""
+    return {rank: [_to_torch_action(action) for action in actions] for rank, actions in order.items()}
+
+
+def _to_torch_action(action: Action) -> _Action:
+    return _Action.from_str(str(action))
+
+
+_groups_made: Counter[tuple[int, tuple[int, ...]]] = Counter()
+_stores: dict[int, Any] = {}  # keeps a counted store alive, so that its id is not given to another one
+
+
+def gloo_group_beside(group: dist.ProcessGroup | None, timeout: timedelta) -> Any:
+    """A gloo group of the same ranks as ``group``, for small messages between hosts; collective over ``group``.
+
+    ``dist.new_group`` is no good here: it is collective over the *world*, which a pipeline that is one of several does
+    not want to be, and with ``use_local_synchronization=True`` it names groups by how many this rank has made, so ranks
+    that made different numbers of groups wait for each other forever. A name of our own, made from the members and from
+    how many such groups these members have, is the same on all of them.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    members = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+    _stores[id(store)] = store
+    key = (id(store), members)
+    _groups_made[key] += 1
+    prefix = f"pipelining_dualpipev/{'-'.join(map(str, members))}/{_groups_made[key]}"
+    # torch's stubs do not know a backend's methods, hence Any.
+    return dist.ProcessGroupGloo(dist.PrefixStore(prefix, store), dist.get_rank(group), len(members), timeout)
+
+
+class TorchSchedule(PipelineScheduleMulti):
+    """torch's multi-stage schedule with its machinery taken out: what remains is its contract.
+
+    Sub-classes implement ``step`` and ``eval``. The attributes that torch's own classes and trainers read are kept.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[PipelineStage],
+        n_microbatches: int,
+        loss_fn: Callable[..., Any] | None,
+        *,
+        args_chunk_spec: Any,
+        kwargs_chunk_spec: Any,
+        output_merge_spec: Any,
+        scale_grads: bool,
+        rank_of: Sequence[int],
+    ) -> None:
+        super().__init__(
+            list(stages),
+            n_microbatches,
+            loss_fn,
+            args_chunk_spec=args_chunk_spec,
+            kwargs_chunk_spec=kwargs_chunk_spec,
+            output_merge_spec=output_merge_spec,
+            scale_grads=scale_grads,
+        )
+        self.num_stages = stages[0].num_stages
+        self.stage_index_to_group_rank = dict(enumerate(rank_of))
+        for stage in stages:
+            stage.stage_index_to_group_rank = self.stage_index_to_group_rank
+
+    @property
+    def n_microbatches(self) -> int:
+        """Microbatches in a step."""
+        return self._n_microbatches
+
+    @property
+    def loss_fn(self) -> Callable[..., Any] | None:
+        """The loss function, or None where steps run forward only."""
+        return self._loss_fn
+
+    @property
+    def stages(self) -> list[Any]:
+        """This rank's stages, lowest index first."""
+        return self._stages
+
+    @property
+    def chunk_specs(self) -> tuple[Any, Any, Any]:
+        """How positional and keyword inputs are cut along the batch, and how outputs are put together again."""
+        return self._args_chunk_spec, self._kwargs_chunk_spec, self._output_merge_spec
+
+    def _step_microbatches(
+        self,
+        arg_mbs: list[Any] | None = None,
+        kwarg_mbs: list[Any] | None = None,
+        target_mbs: list[Any] | None = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return self.step(
+            arg_mbs=arg_mbs,
+            kwarg_mbs=kwarg_mbs,
+            target_mbs=target_mbs,
+            losses=losses,
+            return_outputs=return_outputs,
+            loss_kwargs=loss_kwargs,
+        )

@@ -1,0 +1,227 @@
+"""What ranks tell each other beside tensors.
+
+Before a step computes anything its ranks agree, by one all-reduce of three integers::
+
+    [digest, -digest, flag]  --MAX-->  digest equal on all ranks  <=>  max(digest) == -max(-digest)
+
+*digest* stands for what must be the same everywhere (train or eval, say). *flag* is 0 where all is as in the step
+before, 1 where something may have changed (a new shape), 2 where this rank cannot run the step at all. Only when it
+does not come out even are words exchanged, and then every rank raises the same.
+
+Small objects also travel ahead of tensors (their shapes, when these are new). All of it goes over a gloo group of our
+own, so nothing here waits for a device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Generator
+from datetime import timedelta
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from pipelining_dualpipev._torch import gloo_group_beside
+from pipelining_dualpipev.errors import RanksDisagreeError
+from pipelining_dualpipev.runtime.transport import Handle
+
+__all__ = ["Control", "DistributedControl", "Reply", "agree", "digest_of"]
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+_SAME, _CHANGED, _UNABLE = 0, 1, 2
+
+
+class Reply(Handle, Protocol[T_co]):
+    """A handle that holds an answer once it has been waited for."""
+
+    @property
+    def result(self) -> T_co:
+        """The answer."""
+
+
+class Control(Protocol):
+    """Small messages between the ranks of one pipeline. Each collective must be called by every rank, in one order."""
+
+    rank: int
+    num_ranks: int
+
+    def all_max(self, values: list[int]) -> Reply[list[int]]:
+        """The elementwise maximum over all ranks."""
+
+    def all_sum(self, values: list[float]) -> Reply[list[float]]:
+        """The elementwise sum over all ranks."""
+
+    def gather(self, thing: object) -> Reply[list[Any]]:
+        """Every rank's (picklable) object, by rank, on every rank."""
+
+    def send(self, peer: int, thing: object) -> None:
+        """Post an object to a peer."""
+
+    def receive(self, peer: int) -> Reply[Any]:
+        """The next object from a peer; to be waited for before the one after it is asked for."""
+
+    def finish(self) -> Handle:
+        """Every object that was sent has left."""
+
+
+def digest_of(*things: object) -> int:
+    """A number that is the same on every rank where the things have the same ``repr``."""
+    return int.from_bytes(hashlib.blake2b(repr(things).encode(), digest_size=7).digest(), "big")
+
+
+def agree(
+    control: Control, facts: dict[str, object], *, changed: bool, error: Exception | None = None
+) -> Generator[Handle, None, bool]:
+    """Yield until all ranks have come; then return whether anything changed on any of them.
+
+    Args:
+        control: this rank's line to the others.
+        facts: what must be the same on all ranks, by the name it is reported under.
+        changed: whether something this rank knows of differs from the step before.
+        error: why this rank cannot run the step. It is raised here as it is, and told to all other ranks.
+
+    Raises:
+        RanksDisagreeError: on every rank, if the facts differ or another rank has an error.
+    """
+    digest = digest_of(facts)
+    reply = control.all_max([digest, -digest, _UNABLE if error else int(changed)])
+    yield reply
+    highest, minus_lowest, flag = reply.result
+    if flag != _UNABLE and highest == -minus_lowest:
+        return flag == _CHANGED
+    words = control.gather((facts, str(error) if error else None))
+    yield words
+    if error:
+        raise error
+    raise RanksDisagreeError(_disagreement(words.result))
+
+
+def _disagreement(words: list[tuple[dict[str, object], str | None]]) -> str:
+    errors = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(words) if error]
+    if errors:
+        return "; ".join(errors)
+    all_facts = [facts for facts, _ in words]
+    names = [name for name in all_facts[0] if any(facts.get(name) != all_facts[0][name] for facts in all_facts)]
+    lines = [
+        f"{name}: {', '.join(f'rank {rank} has {facts.get(name)}' for rank, facts in enumerate(all_facts))}"
+        for name in names
+    ]
+    return f"the ranks of this pipeline do not agree. {'; '.join(lines)}. Give the same on every rank"
+
+
+class _Reduced(Generic[T]):
+    def __init__(self, work: dist.Work, values: torch.Tensor) -> None:
+        self._work, self._values = work, values
+
+    def wait(self) -> None:
+        self._work.wait()
+
+    @property
+    def result(self) -> list[T]:
+        return self._values.tolist()
+
+
+class _Gathered:
+    """Two rounds: how long everybody's pickle is, then the pickles, padded to the longest."""
+
+    def __init__(self, group: Any, thing: object) -> None:
+        self._group = group
+        self._mine = _to_bytes(thing)
+        self._sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
+        self._work = group.allgather([self._sizes], [torch.tensor([len(self._mine)])])
+        self._things: list[Any] | None = None
+
+    def wait(self) -> None:
+        if self._things is not None:
+            return
+        self._work.wait()
+        sizes = [int(size) for size in self._sizes]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(self._mine)] = self._mine
+        parts = [torch.zeros_like(padded) for _ in sizes]
+        self._group.allgather([parts], [padded]).wait()
+        self._things = [_from_bytes(part[:size]) for part, size in zip(parts, sizes, strict=True)]
+
+    @property
+    def result(self) -> list[Any]:
+        assert self._things is not None, "waited for before it is read"
+        return self._things
+
+
+class _Message:
+    """An object from a peer: its length, then its pickle."""
+
+    def __init__(self, group: Any, peer: int) -> None:
+        self._group, self._peer = group, peer
+        self._size = torch.zeros(1, dtype=torch.int64)
+        self._work = group.recv([self._size], peer, 0)
+        self.result: Any = None
+
+    def wait(self) -> None:
+        self._work.wait()
+        data = torch.zeros(int(self._size), dtype=torch.uint8)
+        self._group.recv([data], self._peer, 0).wait()
+        self.result = _from_bytes(data)
+
+
+class _AllSent:
+    def __init__(self, leaving: list[tuple[dist.Work, torch.Tensor]]) -> None:
+        self._leaving = leaving
+
+    def wait(self) -> None:
+        for work, _ in self._leaving:
+            work.wait()
+        self._leaving = []
+
+
+class DistributedControl:
+    """`Control` over a gloo group made beside the pipeline's own; making one is collective over that group."""
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta = dist.default_pg_timeout) -> None:
+        self._group = gloo_group_beside(group, timeout)
+        self.rank, self.num_ranks = self._group.rank(), self._group.size()
+        self._leaving: list[tuple[dist.Work, torch.Tensor]] = []
+
+    def all_max(self, values: list[int]) -> Reply[list[int]]:
+        """See `Control.all_max`."""
+        return self._reduce(torch.tensor(values, dtype=torch.int64), dist.ReduceOp.MAX)
+
+    def all_sum(self, values: list[float]) -> Reply[list[float]]:
+        """See `Control.all_sum`."""
+        return self._reduce(torch.tensor(values, dtype=torch.float64), dist.ReduceOp.SUM)
+
+    def _reduce(self, values: torch.Tensor, operation: Any) -> _Reduced[Any]:
+        options = dist.AllreduceOptions()
+        options.reduceOp = operation
+        return _Reduced(self._group.allreduce([values], options), values)
+
+    def gather(self, thing: object) -> Reply[list[Any]]:
+        """See `Control.gather`."""
+        return _Gathered(self._group, thing)
+
+    def send(self, peer: int, thing: object) -> None:
+        """See `Control.send`."""
+        data = _to_bytes(thing)
+        for tensor in (torch.tensor([len(data)]), data):
+            self._leaving.append((self._group.send([tensor], peer, 0), tensor))
+
+    def receive(self, peer: int) -> Reply[Any]:
+        """See `Control.receive`."""
+        return _Message(self._group, peer)
+
+    def finish(self) -> Handle:
+        """See `Control.finish`."""
+        leaving, self._leaving = self._leaving, []
+        return _AllSent(leaving)
+
+
+def _to_bytes(thing: object) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8)
+
+
+def _from_bytes(data: torch.Tensor) -> Any:
+    return pickle.loads(data.numpy().tobytes())

@@ -1,0 +1,82 @@
+"""What concerns the gradients and losses of all ranks together: the norm, clipping, the batch's loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["clip_grad_norm_", "mean_loss"]
+
+
+class _Pipeline(Protocol):
+    """What is needed of a schedule here."""
+
+    scale_grads: bool
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The pipeline's process group."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's stages are."""
+
+    def parameters(self) -> Iterable[torch.nn.Parameter]:
+        """This rank's parameters, each once."""
+
+
+def mean_loss(schedule: _Pipeline, losses: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The batch's loss on every rank, from the ``losses`` that a step has filled in on the loss rank.
+
+    It is the mean over the microbatches; with ``scale_grads=False``, where ``loss_fn`` is taken to give each
+    microbatch's share of the batch's loss, it is their sum. Either way it is the value whose gradient ``step`` has
+    accumulated. Collective: every rank calls it, the others with the empty list that their step has left.
+
+    Returns:
+        A tensor without dimensions, float64, on this rank's device.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=schedule.device)
+    if losses:
+        stacked = torch.stack([loss.reshape(()) for loss in losses]).to(total)
+        total = stacked.mean() if schedule.scale_grads else stacked.sum()
+    dist.all_reduce(total, group=schedule.group)
+    return total
+
+
+def clip_grad_norm_(schedule: _Pipeline, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    """Clip the gradient of the whole model, over all stages of all ranks, as torch's function does for one process.
+
+    A parameter that two stages of a rank share (tied embeddings) counts once. Collective: every rank calls it, also one
+    without gradients; all apply the same factor.
+
+    Args:
+        schedule: whose stages' gradients to clip.
+        max_norm: the largest norm to leave.
+        norm_type: p of the p-norm; ``math.inf`` for the largest entry.
+
+    Returns:
+        The norm before clipping, float64, on every rank.
+
+    Raises:
+        ValueError: if ``norm_type`` is not above 0 or ``max_norm`` is negative.
+    """
+    norm_type, max_norm = float(norm_type), float(max_norm)
+    if not norm_type > 0 or not max_norm >= 0:
+        raise ValueError(
+            f"max_norm is {max_norm}, norm_type {norm_type}: use a norm_type above 0, a max_norm of 0 or more"
+        )
+    parameters = [parameter for parameter in schedule.parameters() if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
+    norm = norm.to(schedule.device, torch.float64)  # one type on every rank, whatever its gradients' type
+    if math.isinf(norm_type):
+        dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=schedule.group)
+    else:
+        norm = norm**norm_type
+        dist.all_reduce(norm, group=schedule.group)
+        norm = norm ** (1.0 / norm_type)
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm

@@ -1,0 +1,141 @@
+"""One stage's share of autograd: the forward and the backward of one microbatch, between its two boundaries.
+
+The graph of a model that is cut is cut too. What crosses a boundary is a detached leaf on the receiving side and a
+gradient edge on the sending side::
+
+    stage s            |   stage s+1
+    ... --> output     |   leaf --> ... --> output
+              \\_ edge   |     \\_ .grad
+                ^------- gradient -----+
+
+Between forward and backward a stage keeps its leaves and the *edges* of its outputs, not the outputs: an output's
+storage is free once it is sent, unless the stage's own graph has saved it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed.pipelining import PipelineStage
+
+from pipelining_dualpipev.runtime.weight_grad import AllInInput, FromBuilder, WeightGradients
+
+__all__ = ["StageRunner", "TensorMeta", "metas_of"]
+
+
+class TensorMeta(NamedTuple):
+    """What the receiver of a tensor has to know before it arrives."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def __str__(self) -> str:
+        grad = ", requires grad" if self.requires_grad else ""
+        return f"{self.dtype} {list(self.shape)}{grad}"
+
+
+def metas_of(tensors: Sequence[torch.Tensor]) -> tuple[TensorMeta, ...]:
+    """The metadata of each tensor."""
+    return tuple(TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in tensors)
+
+
+class _InFlight(NamedTuple):
+    """A microbatch between its forward and its backward: where gradients come in and where they go out."""
+
+    leaves: list[torch.Tensor]
+    edges: list[GradientEdge]
+
+
+class StageRunner:
+    """Runs one `PipelineStage`, of which it reads the module, the index and ``dw_builder``."""
+
+    def __init__(self, stage: PipelineStage) -> None:
+        self.index: int = stage.stage_index
+        self.is_last: bool = stage.stage_index == stage.num_stages - 1
+        self.module: torch.nn.Module = stage.submod
+        self.device = torch.device(stage.device)
+        self.required_inputs: tuple[str, ...] | None = getattr(stage.submod, "required_inputs", None)
+        builder = stage.dw_builder
+        self._weight_gradients: WeightGradients = FromBuilder(builder) if builder else AllInInput()
+        self._in_flight: dict[int, _InFlight] = {}
+        self._put_off: dict[int, Callable[[], None]] = {}
+
+    def forget(self) -> None:
+        """Drop whatever a step that failed has left."""
+        self._in_flight.clear()
+        self._put_off.clear()
+
+    def select_inputs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Of the step's keyword inputs those that this stage takes: the ones it names, or all if it names none."""
+        if self.required_inputs is None:
+            return dict(kwargs)
+        return {name: kwargs[name] for name in self.required_inputs if name in kwargs}
+
+    def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, grad: bool, split: bool) -> Any:
+        """The module's output as it is; tensors of ``args`` that require grad are where this stage's backward ends.
+
+        Args:
+            args: the tensors received, or on the first stage the step's positional inputs.
+            kwargs: the step's keyword inputs for this stage.
+            grad: whether a backward will follow.
+            split: whether that backward will be split into I and W.
+        """
+        deferring = self._weight_gradients.deferring() if split else nullcontext()
+        with torch.set_grad_enabled(grad), deferring:
+            return self.module(*args, **kwargs)
+
+    def output_tensors(self, output: Any) -> tuple[torch.Tensor, ...]:
+        """A middle stage's output as the tuple of tensors that the next stage receives.
+
+        Raises:
+            TypeError: if there is anything but tensors in it.
+        """
+        outputs = tuple(output) if isinstance(output, (tuple, list)) else (output,)
+        for value in outputs:
+            if not isinstance(value, torch.Tensor):
+                raise TypeError(
+                    f"stage {self.index} returned a {type(value).__name__}: every stage but the last returns a tensor "
+                    "or a tuple of tensors, which the next stage receives as its positional arguments"
+                )
+        return outputs
+
+    def keep(self, microbatch: int, received: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        """Remember where the backward of ``microbatch`` begins and ends."""
+        self._in_flight[microbatch] = _InFlight(
+            [tensor for tensor in received if tensor.requires_grad],
+            [get_gradient_edge(tensor) for tensor in outputs if tensor.requires_grad],
+        )
+
+    def backward(
+        self, microbatch: int, gradients: Sequence[torch.Tensor | None], *, split: bool = False
+    ) -> list[torch.Tensor | None]:
+        """Run the backward of ``microbatch``: all of it, or its input gradient if ``split``.
+
+        Args:
+            microbatch: which.
+            gradients: of those outputs that require grad, in order; None where there is none.
+            split: put the weight gradients off until `backward_weight`.
+
+        Returns:
+            The gradients of those received tensors that require grad, in order; None where the stage did not use one.
+        """
+        leaves, edges = self._in_flight.pop(microbatch)
+        roots = [(edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if gradient is not None]
+        if roots:
+            with self._weight_gradients.deferring() if split else nullcontext():
+                torch.autograd.backward([edge for edge, _ in roots], [gradient for _, gradient in roots])
+        work = self._weight_gradients.take()
+        if split:
+            self._put_off[microbatch] = work
+        else:
+            work()
+        return [leaf.grad for leaf in leaves]
+
+    def backward_weight(self, microbatch: int) -> None:
+        """Run what `backward` has put off."""
+        self._put_off.pop(microbatch)()

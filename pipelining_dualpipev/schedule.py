@@ -1,0 +1,310 @@
+"""The front door: `ScheduleDualPipeV`, used as torch's class of that name.
+
+::
+
+    stages = [PipelineStage(early, r, 2 * P, device), PipelineStage(late, 2 * P - 1 - r, 2 * P, device)]
+    schedule = ScheduleDualPipeV(stages, n_microbatches=8, loss_fn=loss_fn)
+    schedule.step(x, target=y, losses=losses)      # rank 0: inputs, targets and losses live there
+    schedule.step()                                # the other ranks
+
+Made once, it plans (`planning`): the order of every rank, lowered to programs. Each step then
+
+1. cuts the batch into microbatches,
+2. agrees with the other ranks that all can and will run the same step (`runtime.control`),
+3. sends keyword inputs to the stages that read them by name (`runtime.inputs`),
+4. runs its program (`runtime.executor`).
+
+Whatever is wrong is found in 1 or 2, on every rank, before a tensor has moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.microbatch import TensorChunkSpec
+
+from pipelining_dualpipev._torch import TorchSchedule, to_torch_order
+from pipelining_dualpipev.planning.actions import Order, dualpipev_order
+from pipelining_dualpipev.planning.lowering import lower
+from pipelining_dualpipev.planning.placement import Placement
+from pipelining_dualpipev.runtime.control import DistributedControl, agree
+from pipelining_dualpipev.runtime.executor import Executor, Loss, StepResult, Wires, drive
+from pipelining_dualpipev.runtime.inputs import NamedInputs
+from pipelining_dualpipev.runtime.microbatches import Microbatches, cut_batch, merge_outputs, take_cut
+from pipelining_dualpipev.runtime.setup import check_setup, describe_setup
+from pipelining_dualpipev.runtime.stage import StageRunner
+from pipelining_dualpipev.runtime.transport import DistributedTransport, Handle
+
+__all__ = ["ScheduleDualPipeV"]
+
+
+@dataclass(frozen=True)
+class _Given:
+    """The inputs of a step as the caller gave them: a whole batch, or cut beforehand."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Any
+    arg_mbs: Sequence[Any] | None
+    kwarg_mbs: Sequence[dict[str, Any]] | None
+    target_mbs: Sequence[Any] | None
+
+    @property
+    def is_cut(self) -> bool:
+        return any(mbs is not None for mbs in (self.arg_mbs, self.kwarg_mbs, self.target_mbs))
+
+
+class ScheduleDualPipeV(TorchSchedule):
+    """DualPipeV over P ranks, each holding stages r and 2P-1-r of 2P, for any number of microbatches.
+
+    Making one is collective: every rank of the stages' group makes it, with the same arguments.
+
+    Args:
+        stages: this rank's two stages, in any order. Of each, the module, the index, the device, the group and
+            ``dw_builder`` are used. A module may have an attribute ``required_inputs``, names of the step's keyword
+            inputs that it takes; these reach it from rank 0. A module without it is given every keyword input that
+            was passed to ``step`` on its own rank, as torch does.
+        n_microbatches: microbatches in a step, 1 or more; also fewer than there are stages.
+        loss_fn: ``loss_fn(output, target, **loss_kwargs)`` gives one microbatch's loss, one number. It is called on
+            rank 0, which holds the last stage. Without it steps run forward only. If it has a method
+            ``prepare(targets)``, that is called once a step before anything is computed, with every microbatch's
+            target. If it has an attribute ``target_input``, the keyword input of that name is the target.
+        args_chunk_spec: how to cut positional inputs into microbatches; by default along dimension 0.
+        kwargs_chunk_spec: the same for keyword inputs.
+        output_merge_spec: how to put the last stage's outputs together; by default along dimension 0.
+        scale_grads: True where ``loss_fn`` gives a mean: the gradient is then that of the mean over microbatches. It is
+            the loss that is scaled, at the start of each backward. False where ``loss_fn`` gives a share of a sum.
+        backward_requires_autograd: accepted for torch's sake; a training step always needs gradients enabled.
+        defer_pp_recv: must be False. Moving receives on their own makes ranks disagree about whose message is next.
+
+    Raises:
+        ValueError: on every rank, if any rank's stages or arguments do not fit, saying which and what would.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[PipelineStage],
+        n_microbatches: int,
+        loss_fn: Callable[..., Any] | None = None,
+        args_chunk_spec: tuple[TensorChunkSpec, ...] | None = None,
+        kwargs_chunk_spec: dict[str, TensorChunkSpec] | None = None,
+        output_merge_spec: dict[str, Any] | tuple[Any] | None = None,
+        scale_grads: bool = True,
+        backward_requires_autograd: bool = True,
+        defer_pp_recv: bool = False,
+    ) -> None:
+        stages = sorted(stages, key=lambda stage: stage.stage_index)
+        if not stages:
+            raise ValueError("stages is empty: under DualPipeV a rank holds two, stages r and 2P-1-r")
+        group = stages[0].group
+        control = DistributedControl(group)
+        setup = describe_setup(stages, n_microbatches, loss_fn, scale_grads=scale_grads, defer_pp_recv=defer_pp_recv)
+        setups = control.gather(setup)
+        setups.wait()
+        check_setup(setups.result)
+
+        placement = Placement.v(control.num_ranks)
+        super().__init__(
+            stages,
+            n_microbatches,
+            loss_fn,
+            args_chunk_spec=args_chunk_spec,
+            kwargs_chunk_spec=kwargs_chunk_spec,
+            output_merge_spec=output_merge_spec,
+            scale_grads=scale_grads,
+            rank_of=placement.rank_of,
+        )
+        self.group = group
+        self.device = torch.device(stages[0].device)
+        self.rank = control.rank
+        self._placement = placement
+        self._runners = {stage.stage_index: StageRunner(stage) for stage in stages}
+        self._wires = Wires(DistributedTransport(group), control)
+        self._named_inputs = NamedInputs(
+            [setup.required_inputs for setup in setups.result], source=0, device=self.device, wires=self._wires
+        )
+        if self.device.type != "cpu":
+            # The group's first communication has to be one that all of its ranks take part in (NCCL).
+            dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+
+        order = dualpipev_order(control.num_ranks, n_microbatches)
+        programs = lower(order, placement=placement)
+        self.pipeline_order = to_torch_order(order)
+        self.pipeline_order_with_comms = to_torch_order(programs)
+        self._training = self._executor(programs)
+        self._evaluation: Executor | None = None
+        self._last_signatures: dict[str, object] = {}
+
+    def _executor(self, programs: Order) -> Executor:
+        return Executor(programs[self.rank], placement=self._placement, runners=self._runners, wires=self._wires)
+
+    # -------------------------------------------------------------------------------------------------- facts to ask
+
+    @property
+    def loss_rank(self) -> int:
+        """The rank in the group that holds the last stage: where targets are read and losses appear."""
+        return self._placement.rank_of[-1]
+
+    @property
+    def has_first_stage(self) -> bool:
+        """Whether this rank holds the first stage, where positional inputs are read."""
+        return 0 in self._runners
+
+    @property
+    def has_last_stage(self) -> bool:
+        """Whether this rank holds the last stage."""
+        return self.rank == self.loss_rank
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """This rank's parameters; one that both stages share comes once."""
+        seen: set[torch.nn.Parameter] = set()
+        for runner in self._runners.values():
+            for parameter in runner.module.parameters():
+                if parameter not in seen:
+                    seen.add(parameter)
+                    yield parameter
+
+    # -------------------------------------------------------------------------------------------------------- running
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+        arg_mbs: Sequence[Any] | None = None,
+        kwarg_mbs: Sequence[dict[str, Any]] | None = None,
+        target_mbs: Sequence[Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run one training step: forward and backward of every microbatch. Gradients are added to ``.grad``.
+
+        Every rank calls it, once. Rank 0 gives the inputs and the target; the others may call it bare.
+
+        Args:
+            args: whole-batch positional inputs of the first stage.
+            target: whole-batch target of ``loss_fn``, a tensor or a tree of tensors.
+            losses: a list, which on ``loss_rank`` is cleared and filled with one detached loss a microbatch.
+            return_outputs: whether to keep the last stage's outputs and return them, detached and put together.
+            loss_kwargs: more keyword arguments for ``loss_fn``.
+            arg_mbs: positional inputs cut beforehand, a tuple a microbatch; in place of ``args``.
+            kwarg_mbs: keyword inputs cut beforehand, a dict a microbatch; in place of ``kwargs``.
+            target_mbs: targets cut beforehand; in place of ``target``.
+            kwargs: whole-batch keyword inputs.
+
+        Returns:
+            The outputs of the batch on ``loss_rank``, None elsewhere and where ``return_outputs`` is False.
+
+        Raises:
+            ValueError: on every rank, before anything is computed, if some rank's arguments do not fit.
+            RuntimeError: if gradients are disabled. Use `eval`.
+        """
+        given = _Given(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
+        return self._run(given, self.loss_fn is not None, losses, return_outputs, loss_kwargs)
+
+    def eval(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+        arg_mbs: Sequence[Any] | None = None,
+        kwarg_mbs: Sequence[dict[str, Any]] | None = None,
+        target_mbs: Sequence[Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the forwards only, without autograd; losses too if there are a ``loss_fn`` and a target.
+
+        Arguments and result are those of `step`. It does not call ``module.eval()``.
+        """
+        given = _Given(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
+        return self._run(given, False, losses, return_outputs, loss_kwargs)
+
+    def _run(
+        self,
+        given: _Given,
+        trains: bool,
+        losses: list[Any] | None,
+        return_outputs: bool,
+        loss_kwargs: dict[str, Any] | None,
+    ) -> Any:
+        if losses is not None and not isinstance(losses, list):
+            raise TypeError(f"losses is a {type(losses).__name__}: give a list, which the step fills")
+        result = drive(self._steps(given, trains, return_outputs and self.has_last_stage, loss_kwargs or {}))
+        if losses is not None and self.has_last_stage:
+            losses[:] = result.losses
+        if result.outputs:
+            return merge_outputs(result.outputs, self.chunk_specs[2])
+        return None
+
+    def _steps(
+        self, given: _Given, trains: bool, keep_outputs: bool, loss_kwargs: dict[str, Any]
+    ) -> Generator[Handle, None, StepResult]:
+        mode = "training" if trains else "evaluation"
+        inputs, loss, error = Microbatches.none(self.n_microbatches), None, None
+        try:
+            inputs = self._cut(given)
+            loss = self._loss_of_step(inputs, trains, loss_kwargs)
+        except Exception as wrong:  # it is raised once the other ranks have been told
+            error = wrong
+        signature = (inputs.signature(), self._state_signature())
+        announce = yield from agree(
+            self._wires.control,
+            {"the kind of step": mode},
+            changed=self._last_signatures.get(mode) != signature,
+            error=error,
+        )
+        # Should the step fail, the ranks' notes about each other's shapes may differ: the next one announces again.
+        self._last_signatures.pop(mode, None)
+        inputs = yield from self._named_inputs.deliver(inputs, announce=announce)
+        executor = self._training if trains else self._forward_only()
+        result = yield from executor.run(inputs, loss, announce=announce, keep_outputs=keep_outputs)
+        self._last_signatures[mode] = signature
+        return result
+
+    def _forward_only(self) -> Executor:
+        if self._evaluation is None:
+            order = dualpipev_order(self._placement.num_ranks, self.n_microbatches, forward_only=True)
+            self._evaluation = self._executor(lower(order, placement=self._placement))
+        return self._evaluation
+
+    def _cut(self, given: _Given) -> Microbatches:
+        name = getattr(self.loss_fn, "target_input", None)
+        if given.is_cut:
+            if given.args or given.kwargs or given.target is not None:
+                raise ValueError("give either whole-batch inputs or arg_mbs, kwarg_mbs and target_mbs, not both")
+            mbs = take_cut(given.arg_mbs, given.kwarg_mbs, given.target_mbs, self.n_microbatches)
+        else:
+            specs = self.chunk_specs[:2]
+            mbs = cut_batch(given.args, given.kwargs, given.target, self.n_microbatches, *specs)
+        if mbs.args != [()] * self.n_microbatches and not self.has_first_stage:
+            raise ValueError("positional inputs were given here, but the first stage is on rank 0: give them there")
+        return mbs.with_target_as(name) if name else mbs
+
+    def _loss_of_step(self, inputs: Microbatches, trains: bool, loss_kwargs: dict[str, Any]) -> Loss | None:
+        if trains and not torch.is_grad_enabled():
+            raise RuntimeError("step() needs gradients, which are disabled here (torch.no_grad): call eval() instead")
+        if self.loss_fn is None or not self.has_last_stage or (not trains and inputs.targets is None):
+            return None
+        prepare = getattr(self.loss_fn, "prepare", None)
+        if prepare is not None:
+            prepare(inputs.targets)
+        return Loss(self.loss_fn, loss_kwargs, 1.0 / self.n_microbatches if self.scale_grads else 1.0)
+
+    def _state_signature(self) -> tuple[object, ...]:
+        """What beside the inputs may change the shapes, types or gradients that cross between stages."""
+        kind = self.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        modules = [runner.module for runner in self._runners.values()]
+        return (
+            autocast,
+            *(module.training for module in modules),
+            *(parameter.requires_grad for module in modules for parameter in module.parameters()),
+        )
