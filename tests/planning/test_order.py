@@ -1,0 +1,76 @@
+"""The order itself: as a picture one can read, and against torch's own list."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipelining_dualpipev.planning import Action, Kind, Placement, dualpipev_order
+from tests.planning.torch_oracle import torch_order
+
+
+def picture(num_ranks: int, n: int) -> str:
+    """Each rank's list with stage r written 0 and stage 2P-1-r written 1, pairs as F&B."""
+
+    def short(single: Action, rank: int) -> str:
+        return f"{single.kind.value}{int(single.stage != rank)}.{single.microbatch}"
+
+    order = dualpipev_order(num_ranks, n)
+    return "\n".join(" ".join("&".join(short(s, r) for s in a.singles) for a in order[r]) for r in range(num_ranks))
+
+
+def test_the_order_of_two_ranks_and_four_microbatches_reads_like_the_reference_steps():
+    steps = """
+      F0.0 F0.1 | F0.2 F1.0 | I1.0 W1.0 F1.1 | F0.3&B1.1 F1.2&B0.0 | B1.2 F1.3&B0.1 | B1.3 I0.2 | W0.2 I0.3 | W0.3
+      | F0.0 F1.0 F0.1 F1.1 | | F0.2 B1.0 F1.2&B0.0 F0.3&B1.1 F1.3&B0.1 | | B1.2 B0.2 I1.3 I0.3 | | W1.3 W0.3
+    """
+    assert picture(2, 4).splitlines() == [
+        " ".join(line.replace("|", " ").split()) for line in steps.strip().splitlines()
+    ]
+
+
+def test_one_microbatch_goes_down_and_up_once():
+    assert picture(3, 1).splitlines() == ["F0.0 F1.0 I1.0 W1.0 I0.0 W0.0"] * 2 + ["F0.0 F1.0 I1.0 I0.0 W1.0 W0.0"]
+
+
+@pytest.mark.parametrize("num_ranks", range(1, 17))
+def test_for_two_microbatches_a_stage_and_more_the_order_is_torchs(num_ranks: int):
+    for n in range(2 * num_ranks, 65):
+        ours = {rank: [str(action) for action in actions] for rank, actions in dualpipev_order(num_ranks, n).items()}
+        assert ours == torch_order(num_ranks, n), n
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 8])
+def test_forward_only_is_the_order_without_its_backwards(num_ranks: int):
+    for n in (1, 2, num_ranks, 2 * num_ranks + 1):
+        forwards = dualpipev_order(num_ranks, n, forward_only=True)
+        for rank, actions in dualpipev_order(num_ranks, n).items():
+            expected = [single for action in actions for single in action.singles if single.kind is Kind.FORWARD]
+            assert forwards[rank] == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["0F3", "7I0", "12W10", "3B2", "0SEND_F7", "1RECV_B0", "(0F7;0SEND_F7;7B3)OVERLAP_F_B"]
+)
+def test_actions_are_written_and_read_as_torch_does(text: str):
+    assert str(Action.parse(text)) == text
+
+
+@pytest.mark.parametrize("text", ["", "F3", "0F", "0X1", "0F3;", "(0F7;7B3)"])
+def test_what_is_no_action_is_refused(text: str):
+    with pytest.raises(ValueError, match="is not an action"):
+        Action.parse(text)
+
+
+@pytest.mark.parametrize(("num_ranks", "n"), [(0, 1), (-1, 4), (2, 0), (2, -3)])
+def test_fewer_than_one_rank_or_microbatch_is_refused(num_ranks: int, n: int):
+    with pytest.raises(ValueError, match="at least 1"):
+        dualpipev_order(num_ranks, n)
+
+
+def test_a_v_runs_down_the_ranks_and_back_up():
+    placement = Placement.v(3)
+    assert placement.rank_of == (0, 1, 2, 2, 1, 0)
+    assert [placement.stages_of(rank) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
+    assert [placement.crosses(stage) for stage in range(-1, 6)] == [False, True, True, False, True, True, False]
+    with pytest.raises(ValueError, match=r"\[0, 2\]"):
+        Placement.of([0, 2])
