@@ -1,4 +1,4 @@
-"""The splitter lives in `models/` and installs as `pipelining_dualpipev.models`; every way to install must see it so."""
+"""The splitter lives in `models/` and installs as `pipelining_dualpipev.models`, by whatever way it is installed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,9 @@ ASK = "import pipelining_dualpipev.models as m, sys; print(m.__name__, m.__file_
 def packages_on_disk() -> set[str]:
     package = ROOT / "pipelining_dualpipev"
     ours = {path.parent for path in package.rglob("__init__.py")}
-    ours |= {package / "models" / path.parent.relative_to(ROOT / "models") for path in (ROOT / "models").rglob("__init__.py")}
+    ours |= {
+        package / "models" / path.parent.relative_to(ROOT / "models") for path in (ROOT / "models").rglob("__init__.py")
+    }
     return {".".join(path.relative_to(ROOT).parts) for path in ours}
 
 
@@ -40,12 +41,6 @@ def test_pyproject_maps_every_package_under_models():
     }
     listed = PROJECT["tool"]["setuptools"]["package-dir"]
     assert {name: path for name, path in listed.items() if name.startswith("pipelining_dualpipev.models")} == mapped
-
-
-def test_every_pinned_version_is_the_installed_one_or_newer_tools_are_at_fault():
-    """constraints.txt says what the tests run with; torch may carry a build tag."""
-    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split() if "==" in line)
-    assert version("torch").split("+")[0] == pins["torch"]
 
 
 @pytest.fixture(scope="module")
