@@ -134,7 +134,7 @@ def test_tied_embedding(ranks):
     expected = reference(8, tied=True)
     torchs = merged(ranks(2).run(train, "torch", 8, tied=True))
     assert wrong_in(torchs, expected) == {"0.weight", "3.weight"}
-    assert torchs["0.weight"].norm() < expected["0.weight"].norm() / 4
+    assert torchs["0.weight"].norm() < expected["0.weight"].norm() / 2
     assert_same(merged(ranks(2).run(train, "ours", 8, tied=True)), expected)
 
 
