@@ -57,7 +57,7 @@ def describe_setup(
                     f"{name} is wrapped for data parallelism ({type(module).__name__}), which does not yet know when a "
                     "step's last backward is: average the gradients over the data-parallel group after step() instead"
                 )
-    required = [getattr(stage.submod, "required_inputs", ()) for stage in stages]
+    required = [getattr(stage.submod, "required_inputs", None) or () for stage in stages]
     return Setup(
         stages=tuple(stage.stage_index for stage in stages),
         num_stages=tuple(stage.num_stages for stage in stages),
