@@ -100,7 +100,7 @@ class Local:
 
 
 @given(st.integers(1, 5), st.integers(1, 12), st.sampled_from(TRANSPORTS), st.data())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_whatever_the_interleaving_two_steps_equal_the_unsplit_model(num_ranks, n, transport, data):
     local = Local(num_ranks, n, lambda count: data.draw(st.integers(0, count - 1)), transport)
     for seed in range(2):  # the first announces shapes, the second does not
@@ -142,7 +142,7 @@ def fail_at(local: Local, stage: int, method: str, call: int) -> Callable[[], No
     st.booleans(),
     st.data(),
 )
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 def test_when_an_action_raises_every_rank_is_told_and_the_next_step_is_right(
     num_ranks, n, transport, method, announced, data
 ):
