@@ -13,10 +13,11 @@ if TYPE_CHECKING:
     from pipelining_dualpipev.errors import PipelineError, RanksDisagreeError, ScheduleError, SplitError
     from pipelining_dualpipev.planning.placement import stage_indices
     from pipelining_dualpipev.runtime.gradients import clip_grad_norm_, mean_loss
-    from pipelining_dualpipev.schedule import ScheduleDualPipeV
+    from pipelining_dualpipev.schedule import ScheduleDualPipeV, ScheduleFromOrder
 
 __all__ = [
     "ScheduleDualPipeV",
+    "ScheduleFromOrder",
     "stage_indices",
     "mean_loss",
     "clip_grad_norm_",
@@ -28,6 +29,7 @@ __all__ = [
 
 _HOME = {
     "ScheduleDualPipeV": "schedule",
+    "ScheduleFromOrder": "schedule",
     "stage_indices": "planning.placement",
     "mean_loss": "runtime.gradients",
     "clip_grad_norm_": "runtime.gradients",

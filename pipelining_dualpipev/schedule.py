@@ -1,4 +1,4 @@
-"""The front door: `ScheduleDualPipeV`, used as torch's class of that name.
+"""The front door: `ScheduleDualPipeV`, used as torch's class of that name, and `ScheduleFromOrder`.
 
 ::
 
@@ -7,59 +7,27 @@
     schedule.step(x, target=y, losses=losses)      # rank 0: inputs, targets and losses live there
     schedule.step()                                # the other ranks
 
-Made once, it plans (`planning`): the order of every rank, lowered to programs. Each step then
-
-1. cuts the batch into microbatches,
-2. agrees with the other ranks that all can and will run the same step (`runtime.control`),
-3. sends keyword inputs to the stages that read them by name (`runtime.inputs`),
-4. runs its program (`runtime.executor`).
-
-Whatever is wrong is found in 1 or 2, on every rank, before a tensor has moved.
+The two differ in where their order of actions comes from; what they do with it is `runtime.ordered`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 
-from pipelining_dualpipev._torch import TorchSchedule, to_torch_order
-from pipelining_dualpipev.planning.actions import dualpipev_order, forwards_of
-from pipelining_dualpipev.planning.lowering import lower
+from pipelining_dualpipev.planning.actions import Order, dualpipev_order
+from pipelining_dualpipev.planning.formats import AnyOrder, placement_of, read_order
+from pipelining_dualpipev.planning.laws import check_order
 from pipelining_dualpipev.planning.placement import Placement
-from pipelining_dualpipev.runtime.control import DistributedControl
-from pipelining_dualpipev.runtime.executor import Loss, Wires, drive
-from pipelining_dualpipev.runtime.microbatches import Microbatches, cut_batch, merge_outputs, take_cut
-from pipelining_dualpipev.runtime.pipeline import Pipeline
-from pipelining_dualpipev.runtime.setup import check_setup, describe_setup
-from pipelining_dualpipev.runtime.stage import StageRunner
-from pipelining_dualpipev.runtime.transport import DistributedTransport
+from pipelining_dualpipev.runtime.ordered import OrderedSchedule
 
-__all__ = ["ScheduleDualPipeV"]
+__all__ = ["ScheduleDualPipeV", "ScheduleFromOrder"]
 
 
-@dataclass(frozen=True)
-class _Given:
-    """The inputs of a step as the caller gave them: a whole batch, or cut beforehand."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    target: Any
-    arg_mbs: Sequence[Any] | None
-    kwarg_mbs: Sequence[dict[str, Any]] | None
-    target_mbs: Sequence[Any] | None
-
-    @property
-    def is_cut(self) -> bool:
-        return any(mbs is not None for mbs in (self.arg_mbs, self.kwarg_mbs, self.target_mbs))
-
-
-class ScheduleDualPipeV(TorchSchedule):
+class ScheduleDualPipeV(OrderedSchedule):
     """DualPipeV over P ranks, each holding stages r and 2P-1-r of 2P, for any number of microbatches.
 
     Making one is collective: every rank of the stages' group makes it, with the same arguments.
@@ -98,176 +66,81 @@ class ScheduleDualPipeV(TorchSchedule):
         backward_requires_autograd: bool = True,
         defer_pp_recv: bool = False,
     ) -> None:
-        stages = sorted(stages, key=lambda stage: stage.stage_index)
-        if not stages:
-            raise ValueError("stages is empty: under DualPipeV a rank holds two, stages r and 2P-1-r")
-        group = stages[0].group
-        control = DistributedControl(group)
-        setup = describe_setup(stages, n_microbatches, loss_fn, scale_grads=scale_grads, defer_pp_recv=defer_pp_recv)
-        setups = control.gather(setup)
-        setups.wait()
-        check_setup(setups.result)
+        def planner(num_ranks: int) -> tuple[Order, Placement]:
+            return dualpipev_order(num_ranks, n_microbatches), Placement.v(num_ranks)
 
-        placement = Placement.v(control.num_ranks)
+        problem = None
+        if defer_pp_recv:
+            problem = (
+                "defer_pp_recv=True moves receives without their sends, so that ranks come to disagree about whose "
+                "message is next: leave it False (receives are posted as early as the order of transfers allows anyway)"
+            )
         super().__init__(
             stages,
             n_microbatches,
             loss_fn,
+            planner,
             args_chunk_spec=args_chunk_spec,
             kwargs_chunk_spec=kwargs_chunk_spec,
             output_merge_spec=output_merge_spec,
             scale_grads=scale_grads,
-            rank_of=placement.rank_of,
-        )
-        self.group = group
-        self.device = torch.device(stages[0].device)
-        self.rank = control.rank
-        self._placement = placement
-        self._runners = {stage.stage_index: StageRunner(stage) for stage in stages}
-        if self.device.type != "cpu":
-            # The group's first communication has to be one that all of its ranks take part in (NCCL).
-            dist.all_reduce(torch.zeros(1, device=self.device), group=group)
-
-        order = dualpipev_order(control.num_ranks, n_microbatches)
-        programs = lower(order, placement=placement)
-        self.pipeline_order = to_torch_order(order)
-        self.pipeline_order_with_comms = to_torch_order(programs)
-        self._pipeline = Pipeline(
-            programs,
-            lower(forwards_of(order), placement=placement),
-            placement=placement,
-            runners=self._runners,
-            wires=Wires(DistributedTransport(group), control),
-            required_inputs=[setup.required_inputs for setup in setups.result],
+            problem=problem,
         )
 
-    # -------------------------------------------------------------------------------------------------- facts to ask
 
-    @property
-    def loss_rank(self) -> int:
-        """The rank in the group that holds the last stage: where targets are read and losses appear."""
-        return self._placement.rank_of[-1]
+class ScheduleFromOrder(OrderedSchedule):
+    """Run an order of one's own, or of torch's, with the same runtime: any placement, any number of stages a rank.
 
-    @property
-    def has_first_stage(self) -> bool:
-        """Whether this rank holds the first stage, where positional inputs are read."""
-        return 0 in self._runners
+    Making one is collective. The order is checked against the laws of `planning.laws` first, and lowered to programs
+    whose transfers are in one global order, so that what passes cannot deadlock.
 
-    @property
-    def has_last_stage(self) -> bool:
-        """Whether this rank holds the last stage."""
-        return self.rank == self.loss_rank
+    Args:
+        stages: this rank's stages, in any order: those whose actions the order gives to this rank.
+        order: every rank's compute actions: a dict of rank to a list of strings (``"0F3"``) or torch actions (None,
+            torch's bubble, is left out), or CSV text or the path of a CSV file in torch's format, a line a rank.
+        n_microbatches: microbatches in a step, 1 or more.
+        loss_fn: as for `ScheduleDualPipeV`; called on the rank of the last stage.
+        placement: which rank holds which stage; by default as the order has it.
+        args_chunk_spec: as for `ScheduleDualPipeV`.
+        kwargs_chunk_spec: as for `ScheduleDualPipeV`.
+        output_merge_spec: as for `ScheduleDualPipeV`.
+        scale_grads: as for `ScheduleDualPipeV`.
 
-    def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """This rank's parameters; one that both stages share comes once."""
-        seen: set[torch.nn.Parameter] = set()
-        for runner in self._runners.values():
-            for parameter in runner.module.parameters():
-                if parameter not in seen:
-                    seen.add(parameter)
-                    yield parameter
+    Raises:
+        ValueError: on every rank, if the order breaks a law (naming it, the rank, the position and the action), or if
+            some rank's stages or arguments do not fit.
+    """
 
-    # -------------------------------------------------------------------------------------------------------- running
-
-    def step(
+    def __init__(
         self,
-        *args: Any,
-        target: Any = None,
-        losses: list[Any] | None = None,
-        return_outputs: bool = True,
-        loss_kwargs: dict[str, Any] | None = None,
-        arg_mbs: Sequence[Any] | None = None,
-        kwarg_mbs: Sequence[dict[str, Any]] | None = None,
-        target_mbs: Sequence[Any] | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Run one training step: forward and backward of every microbatch. Gradients are added to ``.grad``.
+        stages: Sequence[PipelineStage],
+        order: AnyOrder,
+        n_microbatches: int,
+        loss_fn: Callable[..., Any] | None = None,
+        *,
+        placement: Placement | Mapping[int, int] | Sequence[int] | None = None,
+        args_chunk_spec: tuple[TensorChunkSpec, ...] | None = None,
+        kwargs_chunk_spec: dict[str, TensorChunkSpec] | None = None,
+        output_merge_spec: dict[str, Any] | tuple[Any] | None = None,
+        scale_grads: bool = True,
+    ) -> None:
+        def planner(num_ranks: int) -> tuple[Order, Placement]:
+            read = read_order(order)
+            where = placement_of(read) if placement is None else Placement.of(placement)
+            if where.num_ranks != num_ranks:
+                raise ValueError(
+                    f"the order is for {where.num_ranks} ranks, the stages' group has {num_ranks}: run it on "
+                    f"{where.num_ranks}"
+                )
+            return check_order(read, n_microbatches, placement=where), where
 
-        Every rank calls it, once. Rank 0 gives the inputs and the target; the others may call it bare.
-
-        Args:
-            args: whole-batch positional inputs of the first stage.
-            target: whole-batch target of ``loss_fn``, a tensor or a tree of tensors.
-            losses: a list, which on ``loss_rank`` is cleared and filled with one detached loss a microbatch.
-            return_outputs: whether to keep the last stage's outputs and return them, detached and put together.
-            loss_kwargs: more keyword arguments for ``loss_fn``.
-            arg_mbs: positional inputs cut beforehand, a tuple a microbatch; in place of ``args``.
-            kwarg_mbs: keyword inputs cut beforehand, a dict a microbatch; in place of ``kwargs``.
-            target_mbs: targets cut beforehand; in place of ``target``.
-            kwargs: whole-batch keyword inputs.
-
-        Returns:
-            The outputs of the batch on ``loss_rank``, None elsewhere and where ``return_outputs`` is False.
-
-        Raises:
-            ValueError: on every rank, before anything is computed, if some rank's arguments do not fit.
-            RuntimeError: if gradients are disabled. Use `eval`.
-        """
-        given = _Given(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
-        return self._run(given, self.loss_fn is not None, losses, return_outputs, loss_kwargs)
-
-    def eval(
-        self,
-        *args: Any,
-        target: Any = None,
-        losses: list[Any] | None = None,
-        return_outputs: bool = True,
-        loss_kwargs: dict[str, Any] | None = None,
-        arg_mbs: Sequence[Any] | None = None,
-        kwarg_mbs: Sequence[dict[str, Any]] | None = None,
-        target_mbs: Sequence[Any] | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Run the forwards only, without autograd; losses too if there are a ``loss_fn`` and a target.
-
-        Arguments and result are those of `step`. It does not call ``module.eval()``.
-        """
-        given = _Given(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
-        return self._run(given, False, losses, return_outputs, loss_kwargs)
-
-    def _run(
-        self,
-        given: _Given,
-        trains: bool,
-        losses: list[Any] | None,
-        return_outputs: bool,
-        loss_kwargs: dict[str, Any] | None,
-    ) -> Any:
-        if losses is not None and not isinstance(losses, list):
-            raise TypeError(f"losses is a {type(losses).__name__}: give a list, which the step fills")
-        inputs, loss, error = Microbatches.none(self.n_microbatches), None, None
-        try:
-            inputs = self._cut(given)
-            loss = self._loss_of_step(inputs, trains, loss_kwargs or {})
-        except Exception as wrong:  # it is raised once the other ranks have been told
-            error = wrong
-        keep_outputs = return_outputs and self.has_last_stage
-        result = drive(self._pipeline.step(inputs, loss, trains=trains, keep_outputs=keep_outputs, error=error))
-        if losses is not None and self.has_last_stage:
-            losses[:] = result.losses
-        if result.outputs:
-            return merge_outputs(result.outputs, self.chunk_specs[2])
-        return None
-
-    def _cut(self, given: _Given) -> Microbatches:
-        name = getattr(self.loss_fn, "target_input", None)
-        if given.is_cut:
-            if given.args or given.kwargs or given.target is not None:
-                raise ValueError("give either whole-batch inputs or arg_mbs, kwarg_mbs and target_mbs, not both")
-            mbs = take_cut(given.arg_mbs, given.kwarg_mbs, given.target_mbs, self.n_microbatches)
-        else:
-            specs = self.chunk_specs[:2]
-            mbs = cut_batch(given.args, given.kwargs, given.target, self.n_microbatches, *specs)
-        if mbs.args != [()] * self.n_microbatches and not self.has_first_stage:
-            raise ValueError("positional inputs were given here, but the first stage is on rank 0: give them there")
-        return mbs.with_target_as(name) if name else mbs
-
-    def _loss_of_step(self, inputs: Microbatches, trains: bool, loss_kwargs: dict[str, Any]) -> Loss | None:
-        if trains and not torch.is_grad_enabled():
-            raise RuntimeError("step() needs gradients, which are disabled here (torch.no_grad): call eval() instead")
-        if self.loss_fn is None or not self.has_last_stage or (not trains and inputs.targets is None):
-            return None
-        prepare = getattr(self.loss_fn, "prepare", None)
-        if prepare is not None:
-            prepare(inputs.targets)
-        return Loss(self.loss_fn, loss_kwargs, 1.0 / self.n_microbatches if self.scale_grads else 1.0)
+        super().__init__(
+            stages,
+            n_microbatches,
+            loss_fn,
+            planner,
+            args_chunk_spec=args_chunk_spec,
+            kwargs_chunk_spec=kwargs_chunk_spec,
+            output_merge_spec=output_merge_spec,
+            scale_grads=scale_grads,
+        )

@@ -10,6 +10,7 @@ it, with a few actions around it. They know nothing of DualPipeV: they hold for 
 *in order*    the microbatches of a stage run in order
 *paired*      a pair is a forward (and its send) and a full backward of another stage or microbatch
 *matched*     for each two ranks the sends of one are the receives of the other, in one joint sequence
+*bounded*     no more microbatches are in flight on a rank than allowed
 *acyclic*     no rank waits for itself, under each of four kinds of transport (`planning.acyclic`)
 ============  =========================================================================================
 
@@ -20,14 +21,16 @@ before it is received (part of *complete*: a transfer missing, twice, or on the 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple, NoReturn
 
 from pipelining_dualpipev.errors import ScheduleError
 from pipelining_dualpipev.planning.actions import Action, Kind, Order
 from pipelining_dualpipev.planning.acyclic import check_acyclic
+from pipelining_dualpipev.planning.formats import AnyOrder, placement_of, read_order
 from pipelining_dualpipev.planning.lowering import peer_rank
 from pipelining_dualpipev.planning.placement import Placement
+from pipelining_dualpipev.planning.simulate import simulate
 
 __all__ = ["check_order", "check_programs"]
 
@@ -42,13 +45,16 @@ class _Place(NamedTuple):
 _Wire = tuple[str, int, int]  # what travels: F or B, the boundary's lower stage, the microbatch
 
 
-def check_order(order: Mapping[int, Sequence[Action | str]], n_microbatches: int, *, placement: Placement) -> Order:
-    """Check an order of compute actions against the laws *at home*, *complete*, *in order* and *paired*.
+def check_order(
+    order: AnyOrder, n_microbatches: int, *, placement: Placement | None = None, cap: int | None = None
+) -> Order:
+    """Check an order of compute actions: *at home*, *paired*, *complete*, *in order*, that it can run, and *bounded*.
 
     Args:
-        order: rank to its actions, as `Action` or text like ``"0F3"``.
+        order: rank to its actions, as `Action`, text like ``"0F3"`` or torch actions; or CSV, see `planning.formats`.
         n_microbatches: microbatches in a step.
-        placement: which rank holds which stage.
+        placement: which rank holds which stage; by default as the order has it.
+        cap: how many microbatches a rank may hold between their forward and their input gradient; None for any.
 
     Returns:
         The order, parsed.
@@ -56,30 +62,30 @@ def check_order(order: Mapping[int, Sequence[Action | str]], n_microbatches: int
     Raises:
         ScheduleError: naming the law, the rank, the position and the action.
     """
-    parsed = _parse(order)
+    parsed = read_order(order)
+    placement = placement or placement_of(parsed)
     _check_at_home(parsed, placement)
     _check_paired(parsed)
     _check_complete(parsed, n_microbatches, placement)
     _check_in_order(parsed)
+    simulate(parsed, placement=placement)
+    if cap is not None:
+        _check_bounded(parsed, cap)
     return parsed
 
 
-def check_programs(programs: Mapping[int, Sequence[Action | str]], *, placement: Placement) -> Order:
+def check_programs(programs: AnyOrder, *, placement: Placement) -> Order:
     """Check lowered programs against *at home*, *matched*, *acyclic* and the transfers' part of *complete*.
 
     Raises:
         ScheduleError: naming the law, the rank, the position and the action.
     """
-    parsed = _parse(programs)
+    parsed = read_order(programs)
     _check_at_home(parsed, placement)
     _check_transfers_complete(parsed, placement)
     _check_matched(parsed, placement)
     check_acyclic(parsed, placement=placement)
     return parsed
-
-
-def _parse(order: Mapping[int, Sequence[Action | str]]) -> Order:
-    return {rank: [Action.parse(a) if isinstance(a, str) else a for a in actions] for rank, actions in order.items()}
 
 
 def _singles(order: Order) -> Iterator[tuple[_Place, Action]]:
@@ -171,6 +177,17 @@ def _check_in_order(order: Order) -> None:
                 why = f"{single} comes after microbatch {before} of the same stage"
                 _broken("in order", order, place, why)
             latest[single.stage, letter] = single.microbatch
+
+
+def _check_bounded(order: Order, cap: int) -> None:
+    change = {Kind.FORWARD: 1, Kind.FULL_BACKWARD: -1, Kind.BACKWARD_INPUT: -1}
+    held: dict[int, int] = defaultdict(int)
+    for place, single in _singles(order):
+        held[place.rank] += change.get(single.kind, 0)
+        if held[place.rank] > cap:
+            _broken(
+                "bounded", order, place, f"{single} makes it {held[place.rank]} microbatches in flight, {cap} allowed"
+            )
 
 
 def _check_transfers_complete(programs: Order, placement: Placement) -> None:

@@ -61,8 +61,10 @@ class Placement:
         return cls(tuple(range(num_ranks)) * stages_per_rank)
 
     @classmethod
-    def of(cls, mapping: Mapping[int, int] | Sequence[int]) -> Placement:
+    def of(cls, mapping: Placement | Mapping[int, int] | Sequence[int]) -> Placement:
         """From any map of stage to rank."""
+        if isinstance(mapping, Placement):
+            return mapping
         if isinstance(mapping, Mapping):
             if sorted(mapping) != list(range(len(mapping))):
                 raise ValueError(f"a placement maps every stage 0..{len(mapping) - 1}; this one maps {sorted(mapping)}")

@@ -23,27 +23,27 @@ RIGHT = {0: ([0, 3], 4), 1: ([1, 2], 4)}
 CONSTRUCTOR = {
     "stages of a loop": (
         ({0: ([0, 2], 4), 1: ([1, 3], 4)}, [4, 4]),
-        "rank 0 holds 2 stages (0, 2): under DualPipeV over 2 ranks it holds 2, stages 0 and 3; rank 1 holds 2 stages "
-        "(1, 3): under DualPipeV over 2 ranks it holds 2, stages 1 and 2",
+        "rank 0: it was given 2 stages (0, 2), but this schedule over 2 ranks has 2 stages (0, 3) here: build those; "
+        "rank 1: it was given 2 stages (1, 3), but this schedule over 2 ranks has 2 stages (1, 2) here: build those",
     ),
     "ranks swapped": (
         ({0: ([1, 2], 4), 1: ([0, 3], 4)}, [4, 4]),
-        "rank 0 holds 2 stages (1, 2): under DualPipeV over 2 ranks it holds 2, stages 0 and 3",
+        "rank 0: it was given 2 stages (1, 2), but this schedule over 2 ranks has 2 stages (0, 3) here",
     ),
     "one stage": (
         ({0: ([0, 3], 4), 1: ([1], 4)}, [4, 4]),
-        "rank 1 holds 1 stage (1): under DualPipeV over 2 ranks it holds 2, stages 1 and 2",
+        "rank 1: it was given 1 stage (1), but this schedule over 2 ranks has 2 stages (1, 2) here",
     ),
     "three stages": (
         ({0: ([0, 1, 3], 4), 1: ([1, 2], 4)}, [4, 4]),
-        "rank 0 holds 3 stages (0, 1, 3): under DualPipeV over 2 ranks it holds 2, stages 0 and 3",
+        "rank 0: it was given 3 stages (0, 1, 3), but this schedule over 2 ranks has 2 stages (0, 3) here",
     ),
     "a wrong num_stages": (
         ({0: ([0, 3], 4), 1: ([1, 2], 6)}, [4, 4]),
-        "rank 1's stages say num_stages=6, but a V over 2 ranks has 4: build them with num_stages=4",
+        "rank 1: its stages say num_stages=6, but this schedule over 2 ranks has 4 stages: build them with num_stages=",
     ),
-    "no microbatches": ((RIGHT, [4, 0]), "rank 1 has n_microbatches=0: a step has at least 1"),
-    "half a microbatch": ((RIGHT, [2.5, 4]), "rank 0 has n_microbatches=2.5: give a whole number, 1 or more"),
+    "no microbatches": ((RIGHT, [4, 0]), "rank 1: n_microbatches is 0: a step has at least 1 microbatch"),
+    "half a microbatch": ((RIGHT, [2.5, 4]), "rank 0: n_microbatches is 2.5: give a whole number, 1 or more"),
     "different numbers": (
         (RIGHT, [4, 6]),
         "the ranks differ in n_microbatches: rank 0 has 4, rank 1 has 6. Give the same on every rank",
@@ -61,7 +61,7 @@ def test_a_schedule_that_cannot_be_made_is_refused_on_every_rank(ranks, case):
 
 def test_a_loss_function_on_one_rank_only_is_refused(ranks):
     for raised in ranks(2).run_expecting_errors(construct, RIGHT, [4, 4], no_loss_on=1):
-        assert "whether it has a loss_fn: rank 0 has True, rank 1 has False" in raised.message
+        assert "whether there is a loss_fn: rank 0 has True, rank 1 has False" in raised.message
 
 
 def test_deferred_receives_are_refused_with_the_reason(ranks):
