@@ -19,7 +19,7 @@ Whatever is wrong is found in 1 or 2, on every rank, before a tensor has moved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,16 +29,16 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 
 from pipelining_dualpipev._torch import TorchSchedule, to_torch_order
-from pipelining_dualpipev.planning.actions import Order, dualpipev_order
+from pipelining_dualpipev.planning.actions import dualpipev_order, forwards_of
 from pipelining_dualpipev.planning.lowering import lower
 from pipelining_dualpipev.planning.placement import Placement
-from pipelining_dualpipev.runtime.control import DistributedControl, agree
-from pipelining_dualpipev.runtime.executor import Executor, Loss, StepResult, Wires, drive
-from pipelining_dualpipev.runtime.inputs import NamedInputs
+from pipelining_dualpipev.runtime.control import DistributedControl
+from pipelining_dualpipev.runtime.executor import Loss, Wires, drive
 from pipelining_dualpipev.runtime.microbatches import Microbatches, cut_batch, merge_outputs, take_cut
+from pipelining_dualpipev.runtime.pipeline import Pipeline
 from pipelining_dualpipev.runtime.setup import check_setup, describe_setup
 from pipelining_dualpipev.runtime.stage import StageRunner
-from pipelining_dualpipev.runtime.transport import DistributedTransport, Handle
+from pipelining_dualpipev.runtime.transport import DistributedTransport
 
 __all__ = ["ScheduleDualPipeV"]
 
@@ -124,10 +124,6 @@ class ScheduleDualPipeV(TorchSchedule):
         self.rank = control.rank
         self._placement = placement
         self._runners = {stage.stage_index: StageRunner(stage) for stage in stages}
-        self._wires = Wires(DistributedTransport(group), control)
-        self._named_inputs = NamedInputs(
-            [setup.required_inputs for setup in setups.result], source=0, device=self.device, wires=self._wires
-        )
         if self.device.type != "cpu":
             # The group's first communication has to be one that all of its ranks take part in (NCCL).
             dist.all_reduce(torch.zeros(1, device=self.device), group=group)
@@ -136,12 +132,14 @@ class ScheduleDualPipeV(TorchSchedule):
         programs = lower(order, placement=placement)
         self.pipeline_order = to_torch_order(order)
         self.pipeline_order_with_comms = to_torch_order(programs)
-        self._training = self._executor(programs)
-        self._evaluation: Executor | None = None
-        self._last_signatures: dict[str, object] = {}
-
-    def _executor(self, programs: Order) -> Executor:
-        return Executor(programs[self.rank], placement=self._placement, runners=self._runners, wires=self._wires)
+        self._pipeline = Pipeline(
+            programs,
+            lower(forwards_of(order), placement=placement),
+            placement=placement,
+            runners=self._runners,
+            wires=Wires(DistributedTransport(group), control),
+            required_inputs=[setup.required_inputs for setup in setups.result],
+        )
 
     # -------------------------------------------------------------------------------------------------- facts to ask
 
@@ -237,43 +235,19 @@ class ScheduleDualPipeV(TorchSchedule):
     ) -> Any:
         if losses is not None and not isinstance(losses, list):
             raise TypeError(f"losses is a {type(losses).__name__}: give a list, which the step fills")
-        result = drive(self._steps(given, trains, return_outputs and self.has_last_stage, loss_kwargs or {}))
+        inputs, loss, error = Microbatches.none(self.n_microbatches), None, None
+        try:
+            inputs = self._cut(given)
+            loss = self._loss_of_step(inputs, trains, loss_kwargs or {})
+        except Exception as wrong:  # it is raised once the other ranks have been told
+            error = wrong
+        keep_outputs = return_outputs and self.has_last_stage
+        result = drive(self._pipeline.step(inputs, loss, trains=trains, keep_outputs=keep_outputs, error=error))
         if losses is not None and self.has_last_stage:
             losses[:] = result.losses
         if result.outputs:
             return merge_outputs(result.outputs, self.chunk_specs[2])
         return None
-
-    def _steps(
-        self, given: _Given, trains: bool, keep_outputs: bool, loss_kwargs: dict[str, Any]
-    ) -> Generator[Handle, None, StepResult]:
-        mode = "training" if trains else "evaluation"
-        inputs, loss, error = Microbatches.none(self.n_microbatches), None, None
-        try:
-            inputs = self._cut(given)
-            loss = self._loss_of_step(inputs, trains, loss_kwargs)
-        except Exception as wrong:  # it is raised once the other ranks have been told
-            error = wrong
-        signature = (inputs.signature(), self._state_signature())
-        announce = yield from agree(
-            self._wires.control,
-            {"the kind of step": mode},
-            changed=self._last_signatures.get(mode) != signature,
-            error=error,
-        )
-        # Should the step fail, the ranks' notes about each other's shapes may differ: the next one announces again.
-        self._last_signatures.pop(mode, None)
-        inputs = yield from self._named_inputs.deliver(inputs, announce=announce)
-        executor = self._training if trains else self._forward_only()
-        result = yield from executor.run(inputs, loss, announce=announce, keep_outputs=keep_outputs)
-        self._last_signatures[mode] = signature
-        return result
-
-    def _forward_only(self) -> Executor:
-        if self._evaluation is None:
-            order = dualpipev_order(self._placement.num_ranks, self.n_microbatches, forward_only=True)
-            self._evaluation = self._executor(lower(order, placement=self._placement))
-        return self._evaluation
 
     def _cut(self, given: _Given) -> Microbatches:
         name = getattr(self.loss_fn, "target_input", None)
@@ -297,14 +271,3 @@ class ScheduleDualPipeV(TorchSchedule):
         if prepare is not None:
             prepare(inputs.targets)
         return Loss(self.loss_fn, loss_kwargs, 1.0 / self.n_microbatches if self.scale_grads else 1.0)
-
-    def _state_signature(self) -> tuple[object, ...]:
-        """What beside the inputs may change the shapes, types or gradients that cross between stages."""
-        kind = self.device.type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        modules = [runner.module for runner in self._runners.values()]
-        return (
-            autocast,
-            *(module.training for module in modules),
-            *(parameter.requires_grad for module in modules for parameter in module.parameters()),
-        )

@@ -10,6 +10,7 @@ it, with a few actions around it. They know nothing of DualPipeV: they hold for 
 *in order*    the microbatches of a stage run in order
 *paired*      a pair is a forward (and its send) and a full backward of another stage or microbatch
 *matched*     for each two ranks the sends of one are the receives of the other, in one joint sequence
+*acyclic*     no rank waits for itself, under each of four kinds of transport (`planning.acyclic`)
 ============  =========================================================================================
 
 A program also has to keep data in line with its transfers: nothing is sent before it is computed, nothing used
@@ -24,6 +25,7 @@ from typing import NamedTuple, NoReturn
 
 from pipelining_dualpipev.errors import ScheduleError
 from pipelining_dualpipev.planning.actions import Action, Kind, Order
+from pipelining_dualpipev.planning.acyclic import check_acyclic
 from pipelining_dualpipev.planning.lowering import peer_rank
 from pipelining_dualpipev.planning.placement import Placement
 
@@ -63,7 +65,7 @@ def check_order(order: Mapping[int, Sequence[Action | str]], n_microbatches: int
 
 
 def check_programs(programs: Mapping[int, Sequence[Action | str]], *, placement: Placement) -> Order:
-    """Check lowered programs against *at home*, *matched* and the transfers' part of *complete*.
+    """Check lowered programs against *at home*, *matched*, *acyclic* and the transfers' part of *complete*.
 
     Raises:
         ScheduleError: naming the law, the rank, the position and the action.
@@ -72,6 +74,7 @@ def check_programs(programs: Mapping[int, Sequence[Action | str]], *, placement:
     _check_at_home(parsed, placement)
     _check_transfers_complete(parsed, placement)
     _check_matched(parsed, placement)
+    check_acyclic(parsed, placement=placement)
     return parsed
 
 

@@ -22,6 +22,11 @@ ahead of it, and both sides note them; in the steps after that nothing but tenso
 each against what was noted. A gradient has the shape of its activation, so it needs no words.
 
 Nothing is yielded inside ``no_grad`` or autocast: they are the thread's, and the driver may run another rank meanwhile.
+
+**When an action raises**, the others must not be left waiting for what this rank will never send. So it *drains*: it
+computes nothing more, but runs the rest of its transfers, with zeros for what is missing. Where shapes travel ahead,
+the word of the failure travels instead, and the receiver drains too. At the end of each step the ranks compare notes,
+and if one failed all raise, with its words. Every transfer was done, so the next step starts clean.
 """
 
 from __future__ import annotations
@@ -63,6 +68,20 @@ class Wires:
 
     transport: Transport
     control: Control
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An action that raised, as it is told to the other ranks."""
+
+    rank: int
+    action: str
+    stage: int
+    microbatch: int
+    error: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}, stage {self.stage}, microbatch {self.microbatch}, action {self.action}: {self.error}"
 
 
 @dataclass(frozen=True)
@@ -115,7 +134,7 @@ class Executor:
             Kind.RECV_B: self._receive_backward,
         }
         singles = [single for action in program for single in action.singles]
-        self._steps = [(actions[single.kind], single.stage, single.microbatch) for single in singles]
+        self._steps = [(actions[single.kind], single) for single in singles]
         self._split = {(s.stage, s.microbatch) for s in singles if s.kind is Kind.BACKWARD_INPUT}
         self._trains = any(single.kind in (Kind.FULL_BACKWARD, Kind.BACKWARD_INPUT) for single in singles)
         # What crosses into a stage, as noted in the last step in which something changed.
@@ -128,6 +147,8 @@ class Executor:
         self._gradients: dict[_Key, _Arriving] = {}
         self._gradients_to_send: dict[_Key, Sequence[torch.Tensor | None]] = {}
         self._result = StepResult()
+        self._failure: Failure | None = None
+        self._cause: Exception | None = None
         for runner in self._runners.values():
             runner.forget()
 
@@ -141,18 +162,48 @@ class Executor:
             loss: None where only outputs are wanted.
             announce: something may have changed, so shapes travel ahead of tensors; the same on every rank.
             keep_outputs: whether the result has the last stage's outputs (detached).
+
+        Raises:
+            PipelineError: on every rank, if an action of any rank raised; its exception is the cause where it did.
         """
         self._clear()
         self._inputs, self._loss = inputs, loss
         self._announce, self._keep_outputs = announce, keep_outputs
-        for do, stage, microbatch in self._steps:
-            steps = do(stage, microbatch)
-            if steps is not None:
-                yield from steps
-        yield self._wires.transport.finish()
-        yield self._wires.control.finish()
+        for do, action in self._steps:
+            if self._failure is not None and not action.kind.is_communication:
+                continue
+            try:
+                steps = do(action.stage, action.microbatch)
+                if steps is not None:
+                    yield from steps
+            except Exception as error:
+                self._fail(action, error)
+        yield from self._end_together()
         result, self._result = self._result, StepResult()
         return result
+
+    def _fail(self, action: Action, error: Exception) -> None:
+        if self._failure is not None:
+            return  # what follows from a failure is none
+        words = f"{type(error).__name__}: {error}"
+        self._failure = Failure(self._rank, str(action), action.stage, action.microbatch, words)
+        self._cause = error
+
+    def _end_together(self) -> Steps:
+        for arriving in (*self._activations.values(), *self._gradients.values()):
+            if arriving.handle is not None:  # only after a failure is anything left
+                yield arriving.handle
+        yield self._wires.transport.finish()
+        yield self._wires.control.finish()
+        failed = self._wires.control.all_max([int(self._failure is not None)])
+        yield failed
+        if failed.result == [0]:
+            return
+        notes = self._wires.control.gather(self._failure if self._cause else None)
+        yield notes
+        cause = self._cause
+        self._clear()
+        raise PipelineError("; ".join(str(note) for note in notes.result if note)) from cause
 
     # ---------------------------------------------------------------------------------------------------- computing
 
@@ -229,39 +280,31 @@ class Executor:
 
     def _send_forward(self, stage: int, microbatch: int) -> None:
         peer, key = self._placement.rank_of[stage + 1], (stage + 1, microbatch)
-        tensors = self._to_send.pop((stage, microbatch))
-        metas = metas_of(tensors)
+        tensors = self._to_send.pop((stage, microbatch), None)
         if self._announce:
-            self._wires.control.send(peer, metas)
-            self._crossing[key] = metas
-        elif metas != self._crossing[key]:
-            raise PipelineError(
-                f"stage {stage} gave {_listed(metas)} for microbatch {microbatch}, where it gave "
-                f"{_listed(self._crossing[key])} in an earlier step with inputs of the same shapes: a stage's output "
-                "shapes may depend on its inputs' shapes, not on their values"
-            )
-        if tensors:
-            self._wires.transport.send(peer, [tensor.contiguous() for tensor in tensors])
+            self._crossing[key] = () if tensors is None else metas_of(tensors)
+            self._wires.control.send(peer, self._failure if tensors is None else self._crossing[key])
+        elif tensors is not None and metas_of(tensors) != self._crossing[key]:
+            self._fail(Action(stage, Kind.SEND_F, microbatch), _changed_shapes(metas_of(tensors), self._crossing[key]))
+            tensors = None
+        self._send(peer, stage, tensors, self._crossing[key])
 
     def _receive_forward(self, stage: int, microbatch: int) -> Steps:
         peer, key = self._placement.rank_of[stage - 1], (stage, microbatch)
         if self._announce:
             words = self._wires.control.receive(peer)
             yield words
-            self._crossing[key] = words.result
+            if isinstance(words.result, Failure):
+                self._failure = self._failure or words.result
+                self._crossing[key] = ()
+            else:
+                self._crossing[key] = words.result
         self._activations[key] = self._receive(peer, stage, self._crossing[key], requires_grad=True)
 
     def _send_backward(self, stage: int, microbatch: int) -> None:
-        gradients = self._gradients_to_send.pop((stage, microbatch))
+        gradients = self._gradients_to_send.pop((stage, microbatch), None)
         metas = self._needing_grad(stage, microbatch)
-        device = self._runners[stage].device
-        # The stage before is waiting for each; where the stage made no use of a tensor its gradient is zero.
-        tensors = [
-            torch.zeros(meta.shape, dtype=meta.dtype, device=device) if gradient is None else gradient.contiguous()
-            for gradient, meta in zip(gradients, metas, strict=True)
-        ]
-        if tensors:
-            self._wires.transport.send(self._placement.rank_of[stage - 1], tensors)
+        self._send(self._placement.rank_of[stage - 1], stage, gradients, metas)
 
     def _receive_backward(self, stage: int, microbatch: int) -> None:
         metas = self._needing_grad(stage + 1, microbatch)
@@ -271,6 +314,18 @@ class Executor:
     def _needing_grad(self, stage: int, microbatch: int) -> list[TensorMeta]:
         """Those tensors that cross into ``stage`` for which a gradient goes back."""
         return [meta for meta in self._crossing[stage, microbatch] if meta.requires_grad]
+
+    def _send(
+        self, peer: int, stage: int, tensors: Sequence[torch.Tensor | None] | None, metas: Sequence[TensorMeta]
+    ) -> None:
+        """Send what the peer waits for: zeros for a gradient that the stage made no use of, or after a failure."""
+        device = self._runners[stage].device
+        full = [
+            torch.zeros(meta.shape, dtype=meta.dtype, device=device) if tensor is None else tensor.contiguous()
+            for tensor, meta in zip(tensors or [None] * len(metas), metas, strict=True)
+        ]
+        if full:
+            self._wires.transport.send(peer, full)
 
     def _receive(self, peer: int, stage: int, metas: Sequence[TensorMeta], *, requires_grad: bool) -> _Arriving:
         device = self._runners[stage].device
@@ -283,5 +338,9 @@ class Executor:
         return _Arriving(handle, buffers)
 
 
-def _listed(metas: Sequence[TensorMeta]) -> str:
-    return f"({'; '.join(map(str, metas))})"
+def _changed_shapes(now: Sequence[TensorMeta], before: Sequence[TensorMeta]) -> ValueError:
+    told, agreed = "; ".join(map(str, now)), "; ".join(map(str, before))
+    return ValueError(
+        f"the stage gave ({told}), where it gave ({agreed}) before with inputs of the same shapes: what a stage gives "
+        "may depend on its inputs' shapes, not on their values"
+    )

@@ -22,7 +22,7 @@ from pipelining_dualpipev.planning import (
 )
 from tests.planning.torch_oracle import torch_order
 
-pipelines = st.tuples(st.integers(1, 12), st.integers(1, 48))
+pipelines = st.tuples(st.integers(1, 9), st.integers(1, 24))
 
 
 @given(pipelines, st.booleans())

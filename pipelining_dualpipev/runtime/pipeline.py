@@ -1,0 +1,101 @@
+"""One rank's part in a pipeline, step by step.
+
+::
+
+    agree       all ranks have come, for the same kind of step, and none has an error to tell
+    deliver     keyword inputs go to the stages that read them by name
+    execute     the program of this kind of step; at its end the ranks compare notes
+
+All of it is one generator a step, over whatever wires it is given: a schedule drives it over torch.distributed, a test
+drives the generators of all ranks in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+
+import torch
+
+from pipelining_dualpipev.planning.actions import Order
+from pipelining_dualpipev.planning.placement import Placement
+from pipelining_dualpipev.runtime.control import agree
+from pipelining_dualpipev.runtime.executor import Executor, Loss, StepResult, Wires
+from pipelining_dualpipev.runtime.inputs import NamedInputs
+from pipelining_dualpipev.runtime.microbatches import Microbatches
+from pipelining_dualpipev.runtime.stage import StageRunner
+from pipelining_dualpipev.runtime.transport import Handle
+
+__all__ = ["Pipeline"]
+
+
+class Pipeline:
+    """This rank's stages, wired to the other ranks'.
+
+    Args:
+        training: every rank's program of a training step.
+        evaluation: every rank's program of a forward-only step.
+        placement: which rank holds which stage.
+        runners: this rank's stages by index.
+        wires: to the other ranks.
+        required_inputs: for each rank the keyword inputs that its stages read by name.
+    """
+
+    def __init__(
+        self,
+        training: Order,
+        evaluation: Order,
+        *,
+        placement: Placement,
+        runners: dict[int, StageRunner],
+        wires: Wires,
+        required_inputs: Sequence[frozenset[str]],
+    ) -> None:
+        rank = wires.transport.rank
+        self._runners, self._wires = runners, wires
+        self._device = next(iter(runners.values())).device
+        self._named_inputs = NamedInputs(required_inputs, source=placement.rank_of[0], device=self._device, wires=wires)
+        self._executors = {
+            trains: Executor(programs[rank], placement=placement, runners=runners, wires=wires)
+            for trains, programs in ((True, training), (False, evaluation))
+        }
+        # By kind of step: what the last one that succeeded was like. As long as that stays, shapes stay.
+        self._last: dict[bool, object] = {}
+
+    def step(
+        self,
+        inputs: Microbatches,
+        loss: Loss | None,
+        *,
+        trains: bool,
+        keep_outputs: bool,
+        error: Exception | None = None,
+    ) -> Generator[Handle, None, StepResult]:
+        """One step of this rank; ``error`` is why it cannot be run here, if so, and is raised on every rank.
+
+        Raises:
+            RanksDisagreeError: on every rank, if they do not all run the same kind of step or one has an error.
+            PipelineError: on every rank, if an action of any rank raised.
+        """
+        signature = (inputs.signature(), self._state())
+        announce = yield from agree(
+            self._wires.control,
+            {"the kind of step": "training" if trains else "evaluation"},
+            changed=self._last.get(trains) != signature,
+            error=error,
+        )
+        # Should the step fail, the ranks' notes about each other's shapes may differ: the next one announces again.
+        self._last.pop(trains, None)
+        inputs = yield from self._named_inputs.deliver(inputs, announce=announce)
+        result = yield from self._executors[trains].run(inputs, loss, announce=announce, keep_outputs=keep_outputs)
+        self._last[trains] = signature
+        return result
+
+    def _state(self) -> tuple[object, ...]:
+        """What beside the inputs may change the shapes, types or gradients that cross between stages."""
+        kind = self._device.type
+        modules = [runner.module for runner in self._runners.values()]
+        return (
+            torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
+            *(module.training for module in modules),
+            *(parameter.requires_grad for module in modules for parameter in module.parameters()),
+        )
