@@ -1,9 +1,9 @@
-"""Draws the pictures in the pages from the code, so that they cannot say anything else than the code does.
+"""Draws the pictures and tables in the pages from the code, so that they cannot say anything else than the code does.
 
     python docs/pictures.py        writes them into the pages again
 
-In a page, a picture is the fenced block after a comment ``<!-- picture: NAME -->``; tests/docs compares each with what
-is drawn here.
+In a page, what is drawn stands between the comments ``<!-- drawn: NAME -->`` and ``<!-- end -->``; tests/docs compares
+each with what is drawn here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from pipelining_dualpipev.planning import Action, Kind, Placement, dualpipev_order, simulate
 
 DOCS = Path(__file__).parent
-BLOCK = re.compile(r"(?<=<!-- picture: )([\w-]+)( -->\n+```text\n)(.*?)(?=```)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- drawn: ([\w-]+) -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
 NUM_RANKS, N = 4, 10
 
 
@@ -48,7 +48,7 @@ def time() -> str:
         both = [" " if b != "." else f for f, b in zip(forward, backward, strict=True)]
         other = [" " if f not in ". " else b for f, b in zip(both, backward, strict=True)]
         lines += [f"rank {rank}  F  {''.join(both)}".rstrip(), f"        B  {''.join(other)}".rstrip()]
-    return "\n".join(lines) + "\n"
+    return fenced(lines)
 
 
 def steps() -> str:
@@ -67,14 +67,32 @@ def steps() -> str:
             words = " ".join(short(next(rest)) for _ in range(size))
             lines.append(f"{f'rank {rank}' if number == 1 else '':8}step {number}  {words}".rstrip())
         assert next(rest, None) is None
-    return "\n".join(lines) + "\n"
+    return fenced(lines)
 
 
 def short(action: Action) -> str:
     return "&".join(map(str, action.singles))
 
 
-PICTURES: dict[str, Callable[[], str]] = {"time": time, "steps": steps}
+def fenced(lines: list[str]) -> str:
+    return "\n".join(["```text", *lines, "```", ""])
+
+
+def train_options() -> str:
+    """The options of ``dualpipev train``, from the command itself."""
+    import typer.main
+
+    from pipelining_dualpipev.cli import app
+
+    lines = ["| option | default | |", "|---|---|---|"]
+    command = typer.main.get_command(app).commands["train"]  # type: ignore[attr-defined]
+    for option in command.params:
+        shown = option.show_default if isinstance(option.show_default, str) else f"`{option.default}`"
+        lines.append(f"| `{option.opts[0]}` | {shown} | {option.help} |")
+    return "\n".join([*lines, ""])
+
+
+PICTURES: dict[str, Callable[[], str]] = {"time": time, "steps": steps, "train-options": train_options}
 
 
 def pages() -> Iterator[Path]:
@@ -83,7 +101,7 @@ def pages() -> Iterator[Path]:
 
 def drawn(page: str) -> str:
     """The page with its pictures drawn anew."""
-    return BLOCK.sub(lambda match: match[1] + match[2] + PICTURES[match[1]](), page)
+    return BLOCK.sub(lambda match: match[1] + PICTURES[match[2]](), page)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def test_pictures_are_those_that_the_code_draws():
     for page in pictures.pages():
         text = page.read_text()
         assert pictures.drawn(text) == text, f"{page} is out of date: run docs/pictures.py"
-        found |= {match[1] for match in pictures.BLOCK.finditer(text)}
+        found |= {match[2] for match in pictures.BLOCK.finditer(text)}
     assert found == set(pictures.PICTURES)
 
 
