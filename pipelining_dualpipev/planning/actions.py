@@ -47,6 +47,9 @@ class Kind(str, Enum):
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
 
+    # Enum's own hash is a Python function, and kinds are hashed for every action of every schedule.
+    __hash__ = str.__hash__
+
     @property
     def is_communication(self) -> bool:
         """Whether the action moves tensors between ranks."""

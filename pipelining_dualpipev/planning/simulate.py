@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pipelining_dualpipev.errors import ScheduleError
 from pipelining_dualpipev.planning.actions import Action, Kind, Order
@@ -21,8 +22,13 @@ from pipelining_dualpipev.planning.placement import Placement
 __all__ = ["Span", "Timeline", "simulate"]
 
 
-@dataclass(frozen=True)
-class Span:
+_Key = tuple[int, int]  # stage, microbatch
+_Need = tuple[
+    dict[_Key, float], int, float
+]  # where it is noted that it is done, of which stage, and the hop from there
+
+
+class Span(NamedTuple):
     """When one action of one rank runs; ``forward_end`` is when the forward of a pair is done (else ``end``)."""
 
     action: Action
@@ -36,11 +42,45 @@ class Timeline:
     """A simulated step: each rank's actions with their times, in order."""
 
     spans: dict[int, list[Span]]
+    placement: Placement
 
     @property
     def makespan(self) -> float:
         """The time from the start of the step until the last action of any rank ends."""
         return max((spans[-1].end for spans in self.spans.values() if spans), default=0.0)
+
+    def bubble(self, rank: int) -> float:
+        """How much of the makespan the rank is idle, from 0 to 1."""
+        busy = sum(span.end - span.start for span in self.spans[rank])
+        return 1.0 - busy / self.makespan if self.makespan else 0.0
+
+    def in_flight(self, rank: int) -> list[tuple[float, int]]:
+        """How many microbatches the rank holds, each from the start of its forward to the end of its input gradient.
+
+        As steps: (time, number from then on), by time, one entry for each time at which the number changes.
+        """
+        changes: dict[float, int] = defaultdict(int)
+        for span in self.spans[rank]:
+            for single in span.action.singles:
+                if single.kind is Kind.FORWARD:
+                    changes[span.start] += 1
+                elif single.kind is not Kind.BACKWARD_WEIGHT:
+                    changes[span.end] -= 1
+        steps, held = [], 0
+        for time in sorted(changes):
+            if changes[time]:
+                held += changes[time]
+                steps.append((time, held))
+        return steps
+
+    def peak_in_flight(self, rank: int) -> int:
+        """The most microbatches that the rank holds at once; an action's own are counted before others are released."""
+        held = peak = 0
+        for span in self.spans[rank]:
+            held += sum(single.kind is Kind.FORWARD for single in span.action.singles)
+            peak = max(peak, held)
+            held -= sum(single.kind in (Kind.FULL_BACKWARD, Kind.BACKWARD_INPUT) for single in span.action.singles)
+        return peak
 
 
 def simulate(order: Order, costs: CostModel | None = None, *, placement: Placement) -> Timeline:
@@ -52,66 +92,77 @@ def simulate(order: Order, costs: CostModel | None = None, *, placement: Placeme
         ScheduleError: if the ranks come to wait for each other; the message says who waits for what.
     """
     costs = costs or CostModel()
-    rank_of = placement.rank_of
+    forward_done: dict[_Key, float] = {}
+    gradient_done: dict[_Key, float] = {}
+    needs = _needs(placement, costs.hop, forward_done, gradient_done)
     spans: dict[int, list[Span]] = {rank: [] for rank in order}
-    forward_done: dict[tuple[int, int], float] = {}
-    gradient_done: dict[tuple[int, int], float] = {}
-    parked: dict[tuple[Kind, int, int], list[int]] = defaultdict(list)
-    waits_for: dict[int, str] = {}
+    parked: dict[tuple[int, _Key], list[int]] = defaultdict(list)  # by table and key: the ranks that wait for it
     runnable = list(order)
-
-    def missing_input(single: Action) -> tuple[Kind, int, int] | None:
-        """What this action still waits for, as (kind, stage, microbatch)."""
-        for kind, stage in _inputs(single, placement.num_stages):
-            done = forward_done if kind is Kind.FORWARD else gradient_done
-            if (stage, single.microbatch) not in done:
-                return kind, stage, single.microbatch
-        return None
-
-    def inputs_ready(single: Action) -> float:
-        ready = 0.0
-        for kind, stage in _inputs(single, placement.num_stages):
-            done = forward_done if kind is Kind.FORWARD else gradient_done
-            hop = costs.hop if rank_of[stage] != rank_of[single.stage] else 0.0
-            ready = max(ready, done[stage, single.microbatch] + hop)
-        return ready
 
     while runnable:
         rank = runnable.pop()
         row, actions = spans[rank], order[rank]
-        while len(row) < len(actions):
-            action = actions[len(row)]
-            missing = next(filter(None, map(missing_input, action.singles)), None)
+        free = row[-1].end if row else 0.0
+        for position in range(len(row), len(actions)):
+            action = actions[position]
+            missing = None
+            start = free
+            for single in action.parts or (action,):
+                for table, source, hop in needs[single.kind, single.stage]:
+                    done = table.get((source, single.microbatch))
+                    if done is None:
+                        missing = id(table), (source, single.microbatch)
+                    elif done + hop > start:
+                        start = done + hop
             if missing:
                 parked[missing].append(rank)
-                waits_for[rank] = f"rank {rank} at {action} waits for {missing[1]}{missing[0].value}{missing[2]}"
                 break
-            start = max(row[-1].end if row else 0.0, *map(inputs_ready, action.singles))
-            end = start + costs.duration(action)
-            first = action.singles[0]
-            forward_end = start + costs.overlap * costs.duration(first) if action.parts else end
-            row.append(Span(action, start, end, forward_end))
-            for single in action.singles:
-                key = (single.stage, single.microbatch)
-                if single.kind is Kind.FORWARD:
-                    forward_done[key] = forward_end
-                    runnable += parked.pop((Kind.FORWARD, *key), ())
-                elif single.kind is not Kind.BACKWARD_WEIGHT:
-                    gradient_done[key] = end
-                    runnable += parked.pop((Kind.BACKWARD_INPUT, *key), ())
+            free = start + costs.duration(action)
+            forward_end = start + costs.overlap * costs.duration(action.parts[0]) if action.parts else free
+            row.append(Span(action, start, free, forward_end))
+            for single in action.parts or (action,):
+                if single.kind is Kind.BACKWARD_WEIGHT:
+                    continue
+                forward = single.kind is Kind.FORWARD
+                table, key = forward_done if forward else gradient_done, (single.stage, single.microbatch)
+                table[key] = forward_end if forward else free
+                if (id(table), key) in parked:
+                    runnable += parked.pop((id(table), key))
 
-    stuck = [waits_for[rank] for rank, row in spans.items() if len(row) < len(order[rank])]
-    if stuck:
-        raise ScheduleError(f"law 'acyclic': the ranks wait for each other: {'; '.join(stuck)}")
-    return Timeline(spans)
+    if parked:
+        raise ScheduleError(
+            f"law 'acyclic': the ranks wait for each other: {_stuck(order, spans, parked, forward_done)}"
+        )
+    return Timeline(spans, placement)
 
 
-def _inputs(action: Action, num_stages: int) -> list[tuple[Kind, int]]:
-    """What an action needs of its own microbatch: (FORWARD or BACKWARD_INPUT, stage)."""
-    stage = action.stage
-    if action.kind is Kind.FORWARD:
-        return [(Kind.FORWARD, stage - 1)] if stage > 0 else []
-    if action.kind is Kind.BACKWARD_WEIGHT:
-        return [(Kind.BACKWARD_INPUT, stage)]
-    own_forward = [(Kind.FORWARD, stage)]
-    return [*own_forward, (Kind.BACKWARD_INPUT, stage + 1)] if stage + 1 < num_stages else own_forward
+def _needs(
+    placement: Placement, hop: float, forward_done: dict[_Key, float], gradient_done: dict[_Key, float]
+) -> dict[tuple[Kind, int], list[_Need]]:
+    """For each kind of action and stage what it needs of its own microbatch."""
+    needs: dict[tuple[Kind, int], list[_Need]] = {}
+    for stage in range(placement.num_stages):
+        needs[Kind.FORWARD, stage] = (
+            [(forward_done, stage - 1, hop if placement.crosses(stage - 1) else 0.0)] if stage > 0 else []
+        )
+        own_forward: _Need = (forward_done, stage, 0.0)
+        from_above: _Need = (gradient_done, stage + 1, hop if placement.crosses(stage) else 0.0)
+        backward = [own_forward, from_above] if stage + 1 < placement.num_stages else [own_forward]
+        needs[Kind.FULL_BACKWARD, stage] = needs[Kind.BACKWARD_INPUT, stage] = backward
+        needs[Kind.BACKWARD_WEIGHT, stage] = [(gradient_done, stage, 0.0)]
+    return needs
+
+
+def _stuck(
+    order: Order,
+    spans: dict[int, list[Span]],
+    parked: dict[tuple[int, _Key], list[int]],
+    forward_done: dict[_Key, float],
+) -> str:
+    told = []
+    for (table, (stage, microbatch)), ranks in parked.items():
+        kind = Kind.FORWARD if table == id(forward_done) else Kind.BACKWARD_INPUT
+        for rank in ranks:
+            at = order[rank][len(spans[rank])]
+            told.append(f"rank {rank} at {at} waits for {Action(stage, kind, microbatch)}")
+    return "; ".join(sorted(told))
