@@ -36,7 +36,8 @@ class ScheduleDualPipeV(OrderedSchedule):
         stages: this rank's two stages, in any order. Of each, the module, the index, the device, the group and
             ``dw_builder`` are used. A module may have an attribute ``required_inputs``, names of the step's keyword
             inputs that it takes; these reach it from rank 0. A module without it is given every keyword input that
-            was passed to ``step`` on its own rank, as torch does.
+            was passed to ``step`` on its own rank, as torch does. An attribute ``accepted_inputs`` names all that a
+            step may give.
         n_microbatches: microbatches in a step, 1 or more; also fewer than there are stages.
         loss_fn: ``loss_fn(output, target, **loss_kwargs)`` gives one microbatch's loss, one number. It is called on
             rank 0, which holds the last stage. Without it steps run forward only. If it has a method

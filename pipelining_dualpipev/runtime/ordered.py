@@ -233,7 +233,10 @@ class OrderedSchedule(TorchSchedule):
             raise ValueError(
                 f"positional inputs were given here, but the first stage is on rank {first}: give them there"
             )
-        return mbs.with_target_as(name) if name else mbs
+        mbs = mbs.with_target_as(name) if name else mbs
+        for runner in self._runners.values():
+            runner.check_inputs(mbs.kwargs)
+        return mbs
 
     def _loss_of_step(self, inputs: Microbatches, trains: bool, loss_kwargs: dict[str, Any]) -> Loss | None:
         if trains and not torch.is_grad_enabled():

@@ -61,6 +61,7 @@ class StageRunner:
         self.device = torch.device(stage.device)
         self.required_inputs: tuple[str, ...] | None = getattr(stage.submod, "required_inputs", None)
         builder = stage.dw_builder
+        self._accepted_inputs: frozenset[str] | None = getattr(stage.submod, "accepted_inputs", None)
         self._weight_gradients: WeightGradients = FromBuilder(builder) if builder else AllInInput()
         self._in_flight: dict[int, _InFlight] = {}
         self._put_off: dict[int, Callable[[], None]] = {}
@@ -69,6 +70,20 @@ class StageRunner:
         """Drop whatever a step that failed has left."""
         self._in_flight.clear()
         self._put_off.clear()
+
+    def check_inputs(self, kwarg_mbs: Sequence[Mapping[str, Any]]) -> None:
+        """Raise if the step gives a keyword input that a module which lists its ``accepted_inputs`` does not know.
+
+        Raises:
+            ValueError: naming it; without this it would go nowhere, and be missed by nobody.
+        """
+        if self._accepted_inputs is None:
+            return
+        if unknown := {name for mb in kwarg_mbs for name in mb} - self._accepted_inputs:
+            raise ValueError(
+                f"the step was given {', '.join(sorted(unknown))}, which the model was not split for: it takes "
+                f"{', '.join(sorted(self._accepted_inputs))}. Give split() an example with all inputs of a step"
+            )
 
     def select_inputs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Of the step's keyword inputs those that this stage takes: the ones it names, or all if it names none."""

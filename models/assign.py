@@ -1,0 +1,183 @@
+"""Dealing the events of a dry run out to the stages (step 3 and 4 of `models.plan`).
+
+Layers are dealt out evenly, in the order of their calls. What comes before the first one runs on the first stage, what
+comes after the last one on the last, what comes between with the layers before it. There are two reasons to move an
+event further up than that:
+
+* its unit has been called before, or shares its parameters with a unit that has been (an encoder-decoder's second
+  embedding): then it runs there, if what it uses is there already, and only its result travels;
+* its unit shares its parameters with one that runs at the end (a decoder's embedding and the head): stage 0 is on the
+  same rank as the last one, so both can hold the one parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pipelining_dualpipev.errors import SplitError
+from pipelining_dualpipev.models.absent import Demand, Root
+from pipelining_dualpipev.models.units import Units
+
+if TYPE_CHECKING:
+    from pipelining_dualpipev.models.plan import Event
+
+__all__ = ["Assignment", "assign"]
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Where everything is.
+
+    Attributes:
+        parameter_stage: for each name of a parameter the stage that holds it under that name.
+        boundaries: for each boundary the roots that cross it.
+        required_inputs: for each stage the inputs that it reads by value, by name.
+        borrowed: for each stage the parameters that it reads though another holds them; they cross like outputs.
+    """
+
+    parameter_stage: dict[str, int]
+    boundaries: list[list[Root]]
+    required_inputs: list[tuple[str, ...]]
+    borrowed: list[frozenset[str]]
+
+
+def assign(
+    events: Sequence[Event],
+    units: Units,
+    names: dict[str, str],
+    num_stages: int,
+    demands: Sequence[Demand],
+) -> Assignment:
+    """Set the stage of each event, and say what that means for parameters, inputs and boundaries.
+
+    Args:
+        events: in the order of their calls.
+        units: of the model.
+        names: each name of a parameter to its first one.
+        num_stages: 2P.
+        demands: what glue needs, the last of them for the model's output.
+
+    Raises:
+        SplitError: if it cannot be done.
+    """
+    layers = [event for event in events if event.is_layer]
+    if len(layers) < num_stages:
+        fits = len(layers) // 2
+        remedy = f"use at most {fits} rank{'s' * (fits != 1)}" if fits else "a model that small cannot be split"
+        raise SplitError(f"{len(layers)} layers cannot fill {num_stages} stages: {remedy}")
+    for number, event in enumerate(layers):
+        event.stage = number * num_stages // len(layers)
+    parameters_of = {
+        unit: {first for name, first in names.items() if name.startswith(f"{unit}.")} for unit in units.units
+    }
+    _place_others(events, layers, parameters_of, num_stages)
+    uses = _uses(events, demands, num_stages)
+    parameter_stage = _place_parameters(events, units, names, num_stages, uses)
+    home = {first: parameter_stage[first] for first in names.values()}
+
+    def stage_of(root: Root) -> int:
+        return events[root.event].stage if root.kind == "event" else home[root.name]
+
+    needs: list[set[Root]] = [set() for _ in range(num_stages)]
+    required: list[set[str]] = [set() for _ in range(num_stages)]
+    for stage, root in uses:
+        if root.kind == "input":
+            required[stage].add(root.name)
+        elif stage_of(root) < stage:
+            needs[stage].add(root)
+        elif stage_of(root) > stage:
+            raise SplitError(f"{root} is on stage {stage_of(root)}, but stage {stage} before it uses it")
+    boundaries = [
+        sorted({root for later in needs[stage + 1 :] for root in later if stage_of(root) <= stage})
+        for stage in range(num_stages - 1)
+    ]
+    borrowed = [frozenset(root.name for root in need if root.kind == "parameter") for need in needs]
+    return Assignment(parameter_stage, boundaries, [tuple(sorted(names_)) for names_ in required], borrowed)
+
+
+def _uses(events: Sequence[Event], demands: Iterable[Demand], num_stages: int) -> list[tuple[int, Root]]:
+    """(stage, what it uses): its own events do, and glue on each stage that comes that far."""
+    reached = [0] * num_stages
+    for event in events:
+        reached[event.stage] = max(reached[event.stage], event.index + 1)
+    reached[-1] = len(events) + 1  # the last stage runs to the end
+    uses = [(event.stage, root) for event in events for root in event.uses]
+    uses += [
+        (stage, root)
+        for demand in demands
+        for stage in range(num_stages)
+        if reached[stage] > demand.events
+        for root in demand.roots
+    ]
+    return uses
+
+
+def _place_others(
+    events: Sequence[Event], layers: Sequence[Event], parameters_of: dict[str, set[str]], num_stages: int
+) -> None:
+    last_layer = layers[-1].index
+    at_the_end = {name for event in events[last_layer + 1 :] for name in parameters_of[event.unit]}
+    stage = 0
+    homes: dict[str, int] = {}
+    for event in events:
+        if event.is_layer:
+            stage = event.stage
+        else:
+            event.stage = num_stages - 1 if event.index > last_layer else stage
+            earlier = _earlier_home(event, homes, parameters_of, at_the_end if event.index < last_layer else set())
+            if earlier is not None and earlier < event.stage and _is_there(event, events, earlier):
+                event.stage = earlier
+        known = homes.setdefault(event.unit, event.stage)
+        if known != event.stage:
+            raise SplitError(
+                f"{event.unit} is called on stages {known} and {event.stage}: a module that several stages use would "
+                "need a copy on each, with their gradients summed, which is not supported yet"
+            )
+
+
+def _earlier_home(
+    event: Event, homes: dict[str, int], parameters_of: dict[str, set[str]], at_the_end: set[str]
+) -> int | None:
+    """The stage where this event's unit, or one that holds all of its parameters, already is."""
+    if event.unit in homes:
+        return homes[event.unit]
+    own = parameters_of[event.unit]
+    shared = [stage for unit, stage in homes.items() if own and own <= parameters_of[unit]]
+    if shared:
+        return min(shared)
+    return 0 if own & at_the_end else None
+
+
+def _is_there(event: Event, events: Sequence[Event], stage: int) -> bool:
+    return all(root.kind != "event" or events[root.event].stage <= stage for root in event.uses)
+
+
+def _place_parameters(
+    events: Sequence[Event],
+    units: Units,
+    names: dict[str, str],
+    num_stages: int,
+    uses: Iterable[tuple[int, Root]],
+) -> dict[str, int]:
+    unit_stage = {event.unit: event.stage for event in events}
+    # Parameters of glue are where they are used first; what nothing uses is kept by the first stage.
+    first_use: dict[str, int] = {}
+    for stage, root in uses:
+        if root.kind == "parameter":
+            first_use[root.name] = min(stage, first_use.get(root.name, num_stages))
+    stages: dict[str, int] = {}
+    for name, first in names.items():
+        unit = units.unit_of(name)
+        stages[name] = unit_stage.get(unit, 0) if unit else first_use.get(first, 0)
+    for first in set(names.values()):
+        tied = [name for name, other in names.items() if other == first]
+        ranks = {min(stages[name], num_stages - 1 - stages[name]) for name in tied}
+        if len(ranks) > 1:
+            where = ", ".join(f"{name} on stage {stages[name]}" for name in tied)
+            raise SplitError(
+                f"one parameter is needed on {len(ranks)} ranks: {where}. Untie it (config.tie_word_embeddings=False), "
+                "or use a number of ranks at which they meet"
+            )
+    return stages

@@ -1,0 +1,141 @@
+"""What a call of a unit gives, so that a stage which does not make the call can hand out the same.
+
+Mostly that is its return value. But a layer may also write into containers that it was passed (a dict of shared keys
+and values), and transformers collects some inner outputs by hooks (router logits). All of it is a list of *changes*,
+each at a *place*, in an order that is the same whenever the call is made:
+
+======================  ========================================================
+``("output",)``         the return value
+``("write", path)``     an entry of a dict or list among the arguments
+``("capture", key, i)`` the i-th thing the call has added to a collector's list
+======================  ========================================================
+
+A change is described leaf by leaf: a tensor that the call has computed (it travels), one of the call's own arguments
+handed through, or a constant.
+"""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+from transformers.utils import output_capturing
+
+__all__ = ["Change", "Computed", "Constant", "Description", "HandedThrough", "Snapshot"]
+
+
+class Computed(NamedTuple):
+    """A tensor that the call computes; ``output`` numbers those of one call."""
+
+    output: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class HandedThrough(NamedTuple):
+    """The argument at ``path`` itself."""
+
+    path: str
+
+
+class Constant(NamedTuple):
+    """A value that does not depend on parameters or inputs."""
+
+    value: Any
+
+
+Leaf = Computed | HandedThrough | Constant
+Place = tuple[Any, ...]
+
+
+class Change(NamedTuple):
+    """A value that a call has given, and where."""
+
+    place: Place
+    value: Any
+
+
+class Description(NamedTuple):
+    """A change without its tensors."""
+
+    place: Place
+    structure: pytree.TreeSpec
+    leaves: tuple[Leaf, ...]
+
+    @classmethod
+    def of(cls, change: Change, describe: Callable[[Any], Leaf]) -> Description:
+        """Describe each leaf of a change."""
+        leaves, structure = pytree.tree_flatten(change.value)
+        return cls(change.place, structure, tuple(map(describe, leaves)))
+
+    def build(self, resolve: Callable[[Leaf], Any]) -> Any:
+        """The value again, from what stands for each leaf."""
+        return pytree.tree_unflatten(list(map(resolve, self.leaves)), self.structure)
+
+
+class Snapshot:
+    """A call's arguments before it is made, by which to tell afterwards what it has changed."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._arguments = (args, kwargs)
+        self._entries = dict(_entries(self._arguments))
+        self._collected = {key: len(values) for key, values in _collector().items()}
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The arguments' tensors, each with its path."""
+        for path, leaf in pytree.tree_flatten_with_path(self._arguments)[0]:
+            if isinstance(leaf, torch.Tensor):
+                yield pytree.keystr(path), leaf
+
+    def changes(self, output: Any) -> list[Change]:
+        """What the call that returned ``output`` has given."""
+        found = [Change(("output",), output)]
+        for path, value in _entries(self._arguments):
+            if self._entries.get(path) is not value and _has_tensor(value):
+                found.append(Change(("write", path), value))
+        for key, before in self._collected.items():
+            for index, value in enumerate(_collector()[key][before:]):
+                found.append(Change(("capture", key, index), value))
+        return found
+
+    def apply(self, place: Place, value: Any) -> None:
+        """Make a change (that is not the output) as if the call had."""
+        if place[0] == "capture":
+            _collector()[place[1]].append(value)
+            return
+        *way, last = place[1]
+        container: Any = self._arguments
+        for key in way:
+            container = container[key]
+        if isinstance(container, list):
+            container.extend([None] * (last + 1 - len(container)))
+        container[last] = value
+
+
+def _collector() -> dict[str, list[Any]]:
+    """The lists to which transformers' hooks add outputs during a forward; none outside of one."""
+    active = output_capturing._active_collector.get()
+    return {key: values for key, values in (active or {}).items() if isinstance(values, list)}
+
+
+def _has_tensor(value: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
+
+
+def _entries(value: Any, path: tuple[Any, ...] = (), depth: int = 0) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Everything held by a dict or list within the arguments, by the way to it."""
+    if depth > 6:
+        return
+    if isinstance(value, (dict, UserDict)):
+        items: Any = list(value.items())
+    elif isinstance(value, (list, tuple)):
+        items = list(enumerate(value))
+    else:
+        return
+    for key, inner in items:
+        if depth >= 2 and not isinstance(value, tuple):
+            yield (*path, key), inner
+        yield from _entries(inner, (*path, key), depth + 1)

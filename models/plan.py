@@ -1,0 +1,276 @@
+"""What runs on which stage, and what travels between stages: found out by one dry run of the model's own forward.
+
+Splitters usually rewrite a model's forward, family by family, or replace the layers that a stage lacks by identities
+and hope that this changes nothing else. Here every stage runs the forward as it is, and only the *units*
+(`models.units`) are taken out of its hands. That needs a plan:
+
+1. every parameter becomes an `Absent`, every input an Absent with a value, and the model is run once, on no data;
+2. each call of a unit is an *event*: noted are the roots of whatever it used, and what it gave (`models.calls`);
+3. the layers are dealt out to the stages, evenly and in order; other events go where their data is::
+
+       embed  layer 0  layer 1 | layer 2  layer 3 | layer 4  layer 5 | layer 6  layer 7  norm  head
+       ------- stage 0 --------  ---- stage 1 ----  ---- stage 2 ----  --------- stage 3 ----------
+
+4. what a stage uses and an earlier one gave crosses each boundary in between; inputs that it uses, it *requires*.
+
+The same plan is made on every rank. It holds for inputs of the shapes of the example.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from pipelining_dualpipev.errors import SplitError
+from pipelining_dualpipev.models.absent import Absent, Demand, Root, pretending, recording, tensors_in
+from pipelining_dualpipev.models.assign import Assignment, assign
+from pipelining_dualpipev.models.calls import Computed, Constant, Description, HandedThrough, Leaf, Snapshot
+from pipelining_dualpipev.models.loss import LABELS, NUM_ITEMS, LossPlan, LossWatch, marked_labels
+from pipelining_dualpipev.models.surgery import make_parameters_absent, names_of_parameters
+from pipelining_dualpipev.models.units import Units, find_units
+
+__all__ = ["Event", "SplitPlan", "make_plan"]
+
+
+@dataclass
+class Event:
+    """One call of a unit.
+
+    Attributes:
+        unit: FQN of the unit.
+        index: which call it is.
+        is_layer: whether the unit is a layer.
+        uses: roots of what it takes, but for its own parameters.
+        gives: what it gives, without the tensors.
+        stage: where it is made.
+    """
+
+    unit: str
+    index: int
+    is_layer: bool
+    uses: frozenset[Root] = frozenset()
+    gives: tuple[Description, ...] = ()
+    stage: int = -1
+
+    def root(self, output: int) -> Root:
+        """The root of its output of that number."""
+        return Root("event", self.unit, self.index, output)
+
+
+@dataclass(frozen=True)
+class SplitPlan:
+    """Which module runs on which stage, and what crosses each boundary.
+
+    Attributes:
+        num_stages: 2P for P ranks.
+        boundaries: for each of the ``num_stages - 1`` boundaries the values that cross it, in the order they travel.
+        required_inputs: for each stage the model inputs that it reads by value.
+        loss: how the model's loss follows from the labels; None if the example has none.
+    """
+
+    num_stages: int
+    units: Units
+    events: tuple[Event, ...]
+    assignment: Assignment
+    names: dict[str, str]
+    inputs: dict[str, Any]
+    constants: dict[str, Any]
+    loss: LossPlan | None
+    writes_in_place: bool
+    parameter_sizes: dict[str, tuple[torch.Size, torch.dtype]] = field(repr=False)
+
+    @property
+    def boundaries(self) -> list[list[Root]]:
+        """What crosses from each stage to the next."""
+        return self.assignment.boundaries
+
+    @property
+    def required_inputs(self) -> list[tuple[str, ...]]:
+        """The inputs that each stage reads by value."""
+        return self.assignment.required_inputs
+
+    def local_parameters(self, stage: int) -> list[str]:
+        """FQNs of the parameters that ``stage`` holds, in order; a tied one under each of its names there."""
+        return [name for name in self.names if self.assignment.parameter_stage[name] == stage]
+
+    def shape_of(self, root: Root) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and type of a value that crosses."""
+        if root.kind == "parameter":
+            return self.parameter_sizes[root.name]
+        for description in self.events[root.event].gives:
+            for leaf in description.leaves:
+                if isinstance(leaf, Computed) and leaf.output == root.output:
+                    return leaf.shape, leaf.dtype
+        raise KeyError(root)
+
+    def boundary_bytes(self, boundary: int) -> int:
+        """Bytes that cross a boundary forward, for one microbatch."""
+        sizes = (self.shape_of(root) for root in self.boundaries[boundary])
+        return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in sizes)
+
+    def explain(self) -> str:
+        """The plan in words: for each stage its units, parameters and required inputs, and what crosses to the next."""
+        lines = []
+        for stage in range(self.num_stages):
+            units = list(dict.fromkeys(event.unit for event in self.events if event.stage == stage))
+            shown = ", ".join(units if len(units) <= 6 else [*units[:3], "...", *units[-2:]])
+            names = {self.names[name] for name in self.local_parameters(stage)}
+            count = sum(self.parameter_sizes[name][0].numel() for name in names)
+            rank = min(stage, self.num_stages - 1 - stage)
+            lines.append(f"stage {stage} (rank {rank}): {shown}")
+            reads = ", ".join(self.required_inputs[stage]) or "no input"
+            lines.append(f"    {count:,} parameters; reads {reads}")
+            if stage < self.num_stages - 1:
+                crossing = "; ".join(f"{root} {list(self.shape_of(root)[0])}" for root in self.boundaries[stage])
+                lines.append(f"    -> {crossing}: {self.boundary_bytes(stage):,} bytes a microbatch")
+        return "\n".join(lines)
+
+
+def make_plan(skeleton: nn.Module, num_stages: int, example: Mapping[str, Any]) -> SplitPlan:
+    """Plan the split of ``skeleton`` (parameters on meta, buffers real; left as it is) into ``num_stages`` stages.
+
+    Args:
+        skeleton: see `models.surgery.make_skeleton`.
+        num_stages: 2P.
+        example: one microbatch of keyword inputs. Shapes matter; of values only what the forward decides on.
+
+    Raises:
+        SplitError: if there are fewer layers than stages, or the forward needs what a stage does not have.
+    """
+    model = copy.deepcopy(skeleton)
+    names = names_of_parameters(model)
+    sizes = {name: (tensor.size(), tensor.dtype) for name, tensor in model.named_parameters()}
+    units = find_units(model)
+    dry_run = _DryRun(model, units, names)
+    make_parameters_absent(model, names, keep=(), device="cpu")
+    inputs = {name: value for name, value in example.items() if tensors_in(value)}
+    constants = {name: value for name, value in example.items() if name not in inputs}
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        constants.setdefault("use_cache", False)  # a stage has no use for another's keys and values
+    final_uses, loss = dry_run.run(inputs, constants)
+    assignment = assign(
+        dry_run.events, units, names, num_stages, [*dry_run.demands, Demand(len(dry_run.events), final_uses)]
+    )
+    return SplitPlan(
+        num_stages=num_stages,
+        units=units,
+        events=tuple(dry_run.events),
+        assignment=assignment,
+        names=names,
+        inputs={name: pytree.tree_map_only(torch.Tensor, _on_meta, value) for name, value in inputs.items()},
+        constants=constants,
+        loss=loss,
+        writes_in_place=dry_run.writes_in_place,
+        parameter_sizes=sizes,
+    )
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device="meta")
+
+
+class _DryRun:
+    """One run of the whole model on no data."""
+
+    def __init__(self, model: nn.Module, units: Units, names: dict[str, str]) -> None:
+        self._model = model
+        self.events: list[Event] = []
+        self.demands: list[Demand] = []
+        self.writes_in_place = False
+        for fqn, unit in units.units.items():
+            own = {canonical for name, canonical in names.items() if name.startswith(f"{fqn}.")}
+            unit.forward = self._record(fqn, fqn in units.layers, own, unit.forward)
+
+    def run(self, inputs: dict[str, Any], constants: dict[str, Any]) -> tuple[frozenset[Root], LossPlan | None]:
+        """Run; gives what the model's output is made of, and how its loss comes about."""
+        values = {name: pytree.tree_map_only(torch.Tensor, torch.clone, value) for name, value in inputs.items()}
+        watch = None
+        if isinstance(values.get(LABELS), torch.Tensor):
+            values[LABELS] = marked_labels(values[LABELS])
+            watch = LossWatch(values[LABELS].clone())
+            if accepts(self._model, NUM_ITEMS):
+                constants = {**constants, NUM_ITEMS: torch.ones(())}
+        absent = {name: _valued(value, Root("input", name)) for name, value in values.items()}
+        recording.dry_run, recording.writes_in_place = True, False
+        recording.demands, recording.events = self.demands, 0
+        try:
+            with torch.no_grad():
+                if watch is None:
+                    output = self._model(**absent, **constants)
+                else:
+                    with watch:
+                        output = self._model(**absent, **constants)
+        finally:
+            recording.dry_run, recording.demands = False, None
+        self.writes_in_place = recording.writes_in_place
+        loss = None
+        if watch is not None:
+            loss = watch.conclude(output["loss"] if isinstance(output, dict) else output[0])
+        roots = (tensor.roots for tensor in tensors_in(output) if isinstance(tensor, Absent))
+        return frozenset().union(*roots), loss
+
+    def _record(self, fqn: str, is_layer: bool, own: set[str], forward: Callable[..., Any]) -> Callable[..., Any]:
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            event = Event(fqn, len(self.events), is_layer)
+            self.events.append(event)
+            recording.events = len(self.events)
+            before = Snapshot(args, kwargs)
+            describe = _Describer(event, before)
+            with pretending() as used:
+                try:
+                    output = forward(*args, **kwargs)
+                except (RuntimeError, NotImplementedError, IndexError, TypeError, ValueError) as error:
+                    if isinstance(error, SplitError):
+                        raise
+                    raise SplitError(f"the dry run of {fqn} failed: {type(error).__name__}: {error}") from error
+            event.uses = frozenset(root for root in used if not (root.kind == "parameter" and root.name in own))
+            event.gives = tuple(Description.of(change, describe) for change in before.changes(output))
+            return output
+
+        return recorded
+
+
+class _Describer:
+    """Describes what one event gives; tensors that it has computed are numbered, and become roots themselves."""
+
+    def __init__(self, event: Event, before: Snapshot) -> None:
+        self._event = event
+        self._arguments = {id(tensor): (path, getattr(tensor, "roots", None)) for path, tensor in before.tensors()}
+        self._numbers: dict[int, Computed] = {}
+
+    def __call__(self, leaf: Any) -> Leaf:
+        if not isinstance(leaf, torch.Tensor):
+            return Constant(leaf)
+        if id(leaf) in self._numbers:  # the same tensor at a second place
+            return self._numbers[id(leaf)]
+        path, roots = self._arguments.get(id(leaf), (None, None))
+        if path is not None and roots == getattr(leaf, "roots", None):
+            return HandedThrough(path)
+        if not isinstance(leaf, Absent):
+            return Constant(leaf)  # made from shapes alone
+        if leaf.value is not None and not leaf.roots:
+            return Constant(leaf.value)
+        computed = Computed(len(self._numbers), tuple(leaf.shape), leaf.dtype)
+        leaf.becomes_given(self._event.root(computed.output))
+        self._numbers[id(leaf)] = computed
+        return computed
+
+
+def _valued(tree: Any, root: Root) -> Any:
+    def valued(tensor: torch.Tensor) -> Absent:
+        return Absent(_on_meta(tensor), "cpu", frozenset({root}), tensor.detach().cpu())
+
+    return pytree.tree_map_only(torch.Tensor, valued, tree)
+
+
+def accepts(model: nn.Module, name: str) -> bool:
+    """Whether the model's forward takes a keyword of that name, or any."""
+    parameters = inspect.signature(model.forward).parameters
+    return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())

@@ -1,0 +1,146 @@
+"""Writing a checkpoint that plain transformers opens, each rank its own part.
+
+::
+
+    out.writing-1234/                    beside the place, while it is written
+      model-00001-of-00004.safetensors   rank 0
+      model-00003-of-00004.safetensors   rank 1
+      ...
+      model.safetensors.index.json       rank 0, from what each rank says it has written
+      config.json, generation_config.json, tokenizer files
+    out.writing-1234/ -> out/            one rename at the end; what was there goes after
+
+Whatever happens before the rename, what is found at the place is what was there before, whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
+from torch import nn
+from transformers.core_model_loading import revert_weight_conversion
+
+from pipelining_dualpipev.models.plan import SplitPlan
+
+__all__ = ["save_pretrained"]
+
+T = TypeVar("T")
+_INDEX = "model.safetensors.index.json"
+
+
+def save_pretrained(
+    models: Sequence[nn.Module],
+    skeleton: nn.Module,
+    plan: SplitPlan,
+    stages: Sequence[int],
+    directory: str | PathLike[str],
+    *,
+    group: dist.ProcessGroup | None,
+    tokenizer: Any,
+    max_shard_size: int | str,
+) -> None:
+    """See `SplitModel.save_pretrained`; ``models`` are the whole-model modules of this rank's ``stages``."""
+    place = Path(directory).absolute()
+    rank = dist.get_rank(group)
+
+    def prepare() -> str:
+        if place.exists() and not place.is_dir():
+            raise NotADirectoryError(f"{place} is a file: give a directory to save in")
+        aside = place.with_name(f"{place.name}.writing-{os.getpid()}")
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        return str(aside)
+
+    names = _everywhere(lambda: prepare() if rank == 0 else "", group)
+    aside = Path(names[0])
+    try:
+        state = _own_state(models, plan, stages)
+        shards = split_torch_state_dict_into_shards(state, max_shard_size=max_shard_size)
+        parts = [{name: state[name] for name in tensors} for tensors in shards.filename_to_tensors.values() if tensors]
+        counts = _everywhere(lambda: len(parts), group)
+        total, before = sum(counts), sum(counts[:rank])
+
+        def write() -> dict[str, tuple[str, int]]:
+            written: dict[str, tuple[str, int]] = {}
+            for number, part in enumerate(parts, start=before + 1):
+                file = f"model-{number:05d}-of-{total:05d}.safetensors"
+                save_file(part, aside / file, metadata={"format": "pt"})
+                written |= {name: (file, tensor.nbytes) for name, tensor in part.items()}
+            return written
+
+        everything = _everywhere(write, group)
+        _everywhere(lambda: _finish(aside, place, everything, skeleton, tokenizer) if rank == 0 else None, group)
+    finally:
+        if rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def _everywhere(do: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
+    """Do something on every rank; every rank's result, or on every rank the same error if one has failed."""
+    result: T | None = None
+    error: Exception | None = None
+    try:
+        result = do()
+    except Exception as raised:
+        error = raised
+    told: list[Any] = [None] * dist.get_world_size(group)
+    words = f"{type(error).__name__}: {error}" if error else None
+    dist.all_gather_object(told, (result, words), group=group)
+    if error:
+        raise error
+    if failed := [f"rank {rank}: {words}" for rank, (_, words) in enumerate(told) if words]:
+        raise OSError(f"the checkpoint could not be saved: {'; '.join(failed)}")
+    return [result for result, _ in told]
+
+
+def _own_state(models: Iterable[nn.Module], plan: SplitPlan, stages: Iterable[int]) -> dict[str, torch.Tensor]:
+    """This rank's parameters and buffers, under the names that a checkpoint has."""
+    state: dict[str, torch.Tensor] = {}
+    unit_stage = {event.unit: event.stage for event in plan.events}
+    for model, stage in zip(models, stages, strict=True):
+        own: dict[str, torch.Tensor] = {}
+        for name, tensor in model.state_dict().items():
+            if name in plan.names:
+                if plan.names[name] == name:  # a tied one is saved once, by its first name
+                    own[name] = tensor
+            else:
+                unit = plan.units.unit_of(name)
+                if (unit_stage.get(unit, 0) if unit else 0) == stage:
+                    own[name] = tensor
+        state |= revert_weight_conversion(model, own)
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+
+
+def _finish(
+    aside: Path,
+    place: Path,
+    everything: Sequence[dict[str, tuple[str, int]]],
+    skeleton: Any,
+    tokenizer: Any,
+) -> None:
+    files = {name: file for written in everything for name, (file, _) in written.items()}
+    size = sum(nbytes for written in everything for _, nbytes in written.values())
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))}
+    (aside / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    config = skeleton.config
+    config.architectures = [type(skeleton).__name__]
+    config.save_pretrained(aside)
+    if getattr(skeleton, "generation_config", None) is not None and skeleton.can_generate():
+        skeleton.generation_config.save_pretrained(aside)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(aside)
+    old = place.with_name(f"{place.name}.old-{os.getpid()}")
+    if place.exists():
+        place.rename(old)
+    aside.rename(place)
+    shutil.rmtree(old, ignore_errors=True)

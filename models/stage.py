@@ -1,0 +1,252 @@
+"""One stage: the model's own forward, in which only this stage's units are called.
+
+::
+
+    forward(*received, **inputs)
+      1. what was received is put where the plan says, by root
+      2. the model's forward runs; each call of a unit is the plan's next event
+           an event of this stage    the unit is called, and what it gives is kept
+           another stage's           what it would give is handed out: what was received, else an Absent
+      3. after this stage's last event the forward is left (the last stage runs it to its end)
+      4. what crosses to the next stage is returned
+
+A stage whose forward goes another way than the plan's, or lets an Absent into a unit, raises: never a wrong number.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from pipelining_dualpipev.errors import SplitError
+from pipelining_dualpipev.models.absent import Absent, Root, tensors_in, told, without_known
+from pipelining_dualpipev.models.calls import Computed, Description, HandedThrough, Leaf, Snapshot
+from pipelining_dualpipev.models.loss import LABELS, NUM_ITEMS, LossFunction
+from pipelining_dualpipev.models.plan import Event, SplitPlan, accepts
+from pipelining_dualpipev.models.surgery import make_parameters_absent, set_absent, set_parameter
+
+__all__ = ["StageModule"]
+
+
+class _StageDone(BaseException):
+    """Leaves the model's forward; no model catches it by accident."""
+
+
+class _Run:
+    """One forward of a stage: how far it is in the plan, and the values that it has."""
+
+    def __init__(self, values: dict[Root, torch.Tensor], own_events: int) -> None:
+        self.values = values
+        self.left = own_events
+        self.next_event = 0
+
+
+_active: ContextVar[_Run | None] = ContextVar("the stage's forward that is running", default=None)
+
+
+class StageModule(nn.Module):
+    """A stage of a split model.
+
+    Args:
+        skeleton: the whole model without weights; not changed.
+        plan: of the split.
+        stage: which one.
+        parameters: the stage's parameters by name; tied ones may be one object.
+        device: where the stage runs.
+        loss_fn: on the last stage, what knows the number of labels.
+
+    Attributes:
+        required_inputs: names of the inputs that `forward` takes.
+        accepted_inputs: names of all inputs of the plan, also of those that no stage requires.
+    """
+
+    def __init__(
+        self,
+        skeleton: nn.Module,
+        plan: SplitPlan,
+        stage: int,
+        parameters: Mapping[str, nn.Parameter],
+        device: torch.device | str,
+        loss_fn: LossFunction | None = None,
+    ) -> None:
+        super().__init__()
+        self._plan, self._stage, self._device, self._loss_fn = plan, stage, torch.device(device), loss_fn
+        self._is_last = stage == plan.num_stages - 1
+        self.required_inputs = plan.required_inputs[stage]
+        self.accepted_inputs = frozenset(plan.inputs)
+        self.model = copy.deepcopy(skeleton)
+        local = plan.local_parameters(stage)
+        make_parameters_absent(self.model, plan.names, keep=local, device=self._device)
+        for name in local:
+            set_parameter(self.model, name, parameters[name])
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to(self._device)
+        for fqn in plan.units.units:
+            unit = self.model.get_submodule(fqn)
+            unit.forward = self._replace(fqn, unit.forward)
+        self._own_events = sum(event.stage == stage for event in plan.events)
+        self._borrowed = [
+            (name, first) for name, first in plan.names.items() if first in plan.assignment.borrowed[stage]
+        ]
+
+    def forward(self, *received: torch.Tensor, **inputs: Any) -> Any:
+        """Run the stage on one microbatch.
+
+        Args:
+            received: what crosses the boundary before, in the plan's order; nothing on the first stage.
+            inputs: the inputs in ``required_inputs``, of the shapes of the plan's example.
+
+        Returns:
+            A tuple of what crosses the boundary after; on the last stage the model's own output.
+
+        Raises:
+            SplitError: if shapes differ from the plan's, or a value that the stage lacks is needed.
+        """
+        roots = self._plan.boundaries[self._stage - 1] if self._stage else []
+        assert len(received) == len(roots), f"{len(received)} tensors received, {len(roots)} cross"
+        if self._plan.writes_in_place:
+            received = tuple(tensor.clone() for tensor in received)
+        run = _Run(dict(zip(roots, received, strict=True)), self._own_events)
+        for name, first in self._borrowed:
+            set_absent(self.model, name, run.values[Root("parameter", first)])
+        arguments = self._arguments(inputs)
+        token = _active.set(run)
+        try:
+            output = self.model(**arguments)
+        except _StageDone:
+            output = None
+        finally:
+            _active.reset(token)
+        if self._is_last:
+            output = without_known(output)
+            lacking = [tensor for tensor in tensors_in(output) if isinstance(tensor, Absent)]
+            if lacking:
+                raise SplitError(f"the model's output has a tensor that the last stage lacks: {lacking[0]!r}")
+            return output
+        return tuple(self._outgoing(root, run) for root in self._plan.boundaries[self._stage])
+
+    def _arguments(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        if missing := [name for name in self.required_inputs if name not in inputs]:
+            raise SplitError(
+                f"stage {self._stage} needs the input {missing[0]!r}, which was in the example of the split: give it"
+            )
+        arguments = dict(self._plan.constants)
+        for name, example in self._plan.inputs.items():
+            if name in self.required_inputs:
+                _check_shapes(name, inputs[name], example)
+                arguments[name] = inputs[name]
+            else:
+                arguments[name] = self._absent_input(name, example)
+        if LABELS in self._plan.inputs and accepts(self.model, NUM_ITEMS):
+            counted = self._loss_fn is not None and self._is_last
+            # As float32, so that a loss in half precision is not made a double.
+            arguments[NUM_ITEMS] = self._loss_fn.num_items.float() if counted else torch.ones(())  # type: ignore[union-attr]
+        return arguments
+
+    def _absent_input(self, name: str, example: Any) -> Any:
+        def absent(tensor: torch.Tensor) -> Absent:
+            return Absent.like(tensor, self._device, Root("input", name))
+
+        return pytree.tree_map_only(torch.Tensor, absent, example)
+
+    def _outgoing(self, root: Root, run: _Run) -> torch.Tensor:
+        value = run.values.get(root)
+        if value is None:
+            assert root.kind == "parameter", f"{root} was not computed"
+            value = self.model.get_parameter(self._local_name(root.name))
+        # torch's own schedules detach outputs in place, which a view or a leaf does not allow.
+        if value.is_leaf or value._is_view() or not value.is_contiguous():
+            value = value.clone(memory_format=torch.contiguous_format)
+        return value
+
+    def _local_name(self, first: str) -> str:
+        return next(name for name in self._plan.local_parameters(self._stage) if self._plan.names[name] == first)
+
+    def _replace(self, fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            run = _active.get()
+            if run is None:
+                return forward(*args, **kwargs)  # activation checkpointing runs a layer again in the backward
+            event = self._next_event(run, fqn)
+            if event.stage != self._stage:
+                return self._stand_in(event, run, Snapshot(args, kwargs))
+            args, kwargs = without_known(args), without_known(kwargs)
+            before = Snapshot(args, kwargs)
+            output = forward(*args, **kwargs)
+            self._keep(event, run, before.changes(output))
+            run.left -= 1
+            if run.left == 0 and not self._is_last:
+                raise _StageDone
+            return output
+
+        return replaced
+
+    def _next_event(self, run: _Run, fqn: str) -> Event:
+        events = self._plan.events
+        if run.next_event >= len(events) or events[run.next_event].unit != fqn:
+            planned = events[run.next_event].unit if run.next_event < len(events) else "the end"
+            raise SplitError(
+                f"the forward of stage {self._stage} goes another way than planned: call {run.next_event} is {fqn}, "
+                f"planned was {planned}. Give split() an example like the inputs of this step"
+            )
+        event = events[run.next_event]
+        run.next_event += 1
+        return event
+
+    def _keep(self, event: Event, run: _Run, changes: list[Any]) -> None:
+        if [change.place for change in changes] != [description.place for description in event.gives]:
+            raise SplitError(f"{event.unit} gave other things than in the plan: {[change.place for change in changes]}")
+        for change, description in zip(changes, event.gives, strict=True):
+            for leaf, spec in zip(pytree.tree_leaves(change.value), description.leaves, strict=True):
+                if not isinstance(spec, Computed):
+                    continue
+                if isinstance(leaf, Absent):
+                    raise SplitError(
+                        f"{event.unit} was given a value that its stage, {self._stage}, lacks: {told(leaf.roots)}"
+                    )
+                run.values[event.root(spec.output)] = leaf
+
+    def _stand_in(self, event: Event, run: _Run, before: Snapshot) -> Any:
+        arguments = dict(before.tensors()) if any(map(_hands_through, event.gives)) else {}
+
+        def resolve(leaf: Leaf) -> Any:
+            if isinstance(leaf, Computed):
+                root = event.root(leaf.output)
+                value = run.values.get(root)
+                if value is None:
+                    meta = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+                    value = Absent(meta, self._device, frozenset({root}))
+                return value
+            if isinstance(leaf, HandedThrough):
+                return arguments[leaf.path]
+            return leaf.value.to(self._device) if isinstance(leaf.value, torch.Tensor) else leaf.value
+
+        for description in event.gives[1:]:
+            before.apply(description.place, description.build(resolve))
+        return event.gives[0].build(resolve)
+
+
+def _hands_through(description: Description) -> bool:
+    return any(isinstance(leaf, HandedThrough) for leaf in description.leaves)
+
+
+def _check_shapes(name: str, value: Any, example: Any) -> None:
+    found, planned = tensors_in(value), tensors_in(example)
+    shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in found]
+    expected = [(tuple(tensor.shape), tensor.dtype) for tensor in planned]
+    if shapes != expected:
+        raise SplitError(
+            f"the input {name!r} has {_listed(shapes)} a microbatch, the split was planned for {_listed(expected)}: "
+            "split the model with an example of these shapes, or pad the batch"
+        )
+
+
+def _listed(shapes: list[tuple[tuple[int, ...], torch.dtype]]) -> str:
+    return ", ".join(f"{dtype} {list(shape)}" for shape, dtype in shapes) or "no tensor"

@@ -1,0 +1,129 @@
+"""Taking parameters out of a model and putting others in, with the model's forward none the wiser."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipelining_dualpipev.errors import SplitError
+from pipelining_dualpipev.models.absent import Absent, Root
+from pipelining_dualpipev.models.units import Units
+
+__all__ = [
+    "initialize",
+    "make_parameters_absent",
+    "make_skeleton",
+    "names_of_parameters",
+    "refuse_hooks_on_glue",
+    "set_absent",
+    "set_parameter",
+]
+
+
+def names_of_parameters(model: nn.Module) -> dict[str, str]:
+    """Every name of a parameter to the first name of the same parameter; tied ones have several."""
+    first: dict[nn.Parameter, str] = {}
+    return {
+        name: first.setdefault(parameter, name) for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+
+
+def make_skeleton(model: nn.Module) -> nn.Module:
+    """A copy of ``model`` with its parameters on the meta device and its buffers real; the model is left as it is.
+
+    Buffers of a model that is on meta itself are made by the model's own initialisation.
+    """
+    on_meta = {
+        id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+        for parameter in model.parameters()
+    }
+    skeleton = copy.deepcopy(model, dict(on_meta))
+    for module in skeleton.modules():
+        on_nothing = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+        for name in on_nothing:
+            module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")  # type: ignore[arg-type]
+        if on_nothing:
+            initialize(skeleton, module)
+    return skeleton
+
+
+def initialize(model: nn.Module, module: nn.Module) -> None:
+    """Run the model's own initialisation on one of its modules.
+
+    Raises:
+        SplitError: if there is none.
+    """
+    own = getattr(model, "_init_weights", None) or getattr(module, "reset_parameters", None)
+    if own is None:
+        raise SplitError(
+            f"a {type(module).__name__} of the model is on meta and has neither the model's _init_weights nor a "
+            "reset_parameters to be initialised by: give the model with real weights"
+        )
+    with torch.no_grad():
+        own(module) if hasattr(model, "_init_weights") else own()
+
+
+def make_parameters_absent(
+    model: nn.Module, names: dict[str, str], *, keep: Collection[str], device: torch.device | str
+) -> None:
+    """Replace each parameter whose name is not in ``keep`` by an `Absent`, so that the forward finds that instead."""
+    absent: dict[str, Absent] = {}
+    for name, first in names.items():
+        if name not in keep:
+            if first not in absent:
+                absent[first] = Absent.like(model.get_parameter(name), device, Root("parameter", first))
+            set_absent(model, name, absent[first])
+    # Forwards ask for `next(self.parameters()).dtype`; a module that keeps none of its own has to answer too.
+    for module in model.modules():
+        if next(nn.Module.parameters(module), None) is None:
+            found = [value for inner in module.modules() for value in vars(inner).values() if isinstance(value, Absent)]
+            if found:
+                vars(module)["parameters"] = lambda recurse=True, found=found: iter(found)
+
+
+def set_absent(model: nn.Module, name: str, value: torch.Tensor) -> None:
+    """Let the attribute ``name`` be a plain tensor, of which autograd, optimisers and state dicts know nothing."""
+    module, leaf = _owner(model, name)
+    module._parameters.pop(leaf, None)
+    vars(module)[leaf] = value
+
+
+def set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Let the parameter ``name`` be this one."""
+    module, leaf = _owner(model, name)
+    vars(module).pop(leaf, None)
+    module._parameters[leaf] = parameter
+
+
+def _owner(model: nn.Module, name: str) -> tuple[Any, str]:
+    path, _, leaf = name.rpartition(".")
+    return model.get_submodule(path), leaf
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def refuse_hooks_on_glue(model: nn.Module, units: Units) -> None:
+    """Raise if a hook is registered above the units, where a stage that stops early would never run it.
+
+    Raises:
+        SplitError: naming the module.
+    """
+    for name, module in model.named_modules():
+        if not units.is_glue(name) or not _has_parameters_below(module):
+            continue
+        for kind in _HOOKS:
+            for hook in getattr(module, kind).values():
+                if not getattr(hook, "__module__", "").startswith("transformers."):
+                    raise SplitError(
+                        f"{name or 'the model itself'} ({type(module).__name__}) has a hook, but its forward runs on "
+                        "every stage and ends early on most: register hooks on layers, or on the stages after the split"
+                    )
+
+
+def _has_parameters_below(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None

@@ -1,0 +1,223 @@
+"""Split models under the schedule on real ranks, with padding that differs between microbatches."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.device_mesh import init_device_mesh
+
+from pipelining_dualpipev import ScheduleDualPipeV, clip_grad_norm_, mean_loss
+from pipelining_dualpipev.models import SplitModel, split
+from tests.models.chain import unsplit_step
+from tests.models.zoo import CASTS_TO_FP32, CONFIGS, make_batch, make_model
+
+N = 3
+
+
+def make_split(name: str, layers: int = 7, dtype: torch.dtype = torch.float64) -> tuple[SplitModel, ScheduleDualPipeV]:
+    parts = split(make_model(name, layers, dtype), example=make_batch(2), device="cpu")
+    return parts, ScheduleDualPipeV(parts.stages, N, parts.loss_fn)
+
+
+def step(schedule: ScheduleDualPipeV, **batch: torch.Tensor) -> torch.Tensor:
+    losses: list[torch.Tensor] = []
+    if dist.get_rank() == 0:
+        schedule.step(losses=losses, return_outputs=False, **batch)
+    else:
+        schedule.step()
+    return mean_loss(schedule, losses)
+
+
+def compare_with_unsplit(name: str) -> None:
+    parts, schedule = make_split(name)
+    batch = make_batch(2 * N)
+    loss, gradients = unsplit_step(make_model(name), batch)
+    for number in (1, 2):  # gradients add up
+        assert abs(step(schedule, **batch) - loss) <= CASTS_TO_FP32 * loss
+        for parameter_name, parameter in parts.named_parameters():
+            expected = number * gradients[parameter_name]
+            error = (parameter.grad - expected).abs().max() / expected.abs().max().clamp_min(1e-12)
+            assert error <= CASTS_TO_FP32, f"{parameter_name} is off by {error:.1e}"
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("name", [name for name in CONFIGS if "router loss" not in name])
+def test_loss_and_gradients_are_those_of_the_unsplit_model(ranks, name, num_ranks):
+    ranks(num_ranks).run(compare_with_unsplit, name)
+
+
+def the_whole_model_on_one_rank() -> None:
+    compare_with_unsplit("llama tied")
+
+
+def test_one_rank_holds_both_stages(ranks):
+    ranks(1).run(the_whole_model_on_one_rank)
+
+
+def train_as_adamw_does_unsplit() -> None:
+    parts, schedule = make_split("llama tied")
+    whole = make_model("llama tied")
+    ours, theirs = (torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (parts, whole))
+    for seed in range(3):
+        batch = make_batch(2 * N, seed)
+        step(schedule, **batch)
+        whole(**batch, use_cache=False).loss.backward()
+        clip_grad_norm_(schedule, 0.5)
+        torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    expected = dict(whole.named_parameters())
+    names = [parameter_name for parameter_name, _ in parts.named_parameters()]
+    assert len(names) == len(set(names))
+    for parameter_name, parameter in parts.named_parameters():
+        torch.testing.assert_close(parameter, expected[parameter_name], rtol=0, atol=1e-6)
+
+
+def test_three_adamw_steps_with_clipping_give_the_weights_of_the_unsplit_model(ranks):
+    ranks(2).run(train_as_adamw_does_unsplit)
+
+
+def evaluate_outputs() -> None:
+    parts, schedule = make_split("gpt2")
+    parts.eval()
+    batch = make_batch(2 * N)
+    losses: list[torch.Tensor] = []
+    inputs = batch if dist.get_rank() == 0 else {}
+    output = schedule.eval(losses=losses, **inputs)
+    if dist.get_rank() == 0:
+        whole = make_model("gpt2").eval()(**batch)
+        torch.testing.assert_close(output.logits, whole.logits, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(torch.stack(losses).mean().double(), whole.loss.double(), rtol=1e-6, atol=1e-6)
+
+
+def test_evaluation_gives_logits_and_the_models_loss(ranks):
+    ranks(2).run(evaluate_outputs)
+
+
+def bad_inputs() -> list[str]:
+    parts, schedule = make_split("llama")
+    batch = make_batch(2 * N)
+    longer = make_batch(2 * N, length=12)
+    words = []
+    for given in ({**batch, "position_ids": batch["input_ids"]}, {**batch, "target": batch["labels"]}, longer):
+        try:
+            step(schedule, **given)
+        except (ValueError, RuntimeError) as error:
+            words.append(str(error))
+    del parts
+    return words
+
+
+def test_inputs_that_the_split_does_not_know_are_refused_on_every_rank(ranks):
+    for unknown, twice, longer in ranks(2).run(bad_inputs):
+        assert (
+            "given position_ids, which the model was not split for: it takes attention_mask, input_ids, labels"
+            in unknown
+        )
+        assert "the target was given twice, as target and as labels" in twice
+        assert "[2, 12] a microbatch, the split was planned for torch.int64 [2, 10]" in longer
+
+
+def too_few_layers() -> None:
+    split(make_model("llama", layers=3), example=make_batch(2), device="cpu")
+
+
+def test_too_few_layers_are_told_on_every_rank(ranks):
+    for raised in ranks(2).run_expecting_errors(too_few_layers):
+        assert raised.type == "SplitError"
+        assert "3 layers cannot fill 4 stages: use at most 1 rank" in raised.message
+
+
+def split_over_a_mesh() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    parts = split(make_model("llama"), mesh["pp"], example=make_batch(2), device="cpu", dp_group=mesh["dp"].get_group())
+    schedule = ScheduleDualPipeV(parts.stages, N, parts.loss_fn)
+    half = mesh["dp"].get_local_rank()
+    batch = make_batch(4 * N)
+    own = {name: tensor.chunk(2)[half] for name, tensor in batch.items()}
+    if mesh["pp"].get_local_rank() == 0:
+        schedule.step(**own)
+    else:
+        schedule.step()
+    _, gradients = unsplit_step(make_model("llama"), batch)
+    for parameter_name, parameter in parts.named_parameters():
+        dist.all_reduce(parameter.grad, group=mesh["dp"].get_group())
+        expected = gradients[parameter_name]
+        error = (parameter.grad / 2 - expected).abs().max() / expected.abs().max()
+        assert error <= CASTS_TO_FP32, f"{parameter_name} is off by {error:.1e}"
+
+
+def test_over_a_mesh_the_loss_counts_the_labels_of_all_data_parallel_ranks(ranks):
+    ranks(4).run(split_over_a_mesh)
+
+
+# ----------------------------------------------------------------------------------------------------------- saving
+
+
+class Tokenizer:
+    def save_pretrained(self, directory: Path) -> None:
+        (Path(directory) / "tokenizer.json").write_text("{}")
+
+
+def save(name: str, directory: str, max_shard_size: int | str = "5GB") -> None:
+    parts, _ = make_split(name, dtype=torch.float32)
+    parts.save_pretrained(directory, tokenizer=Tokenizer(), max_shard_size=max_shard_size)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_saved_model_opens_in_plain_transformers_bit_for_bit(ranks, name, tmp_path):
+    directory = tmp_path / "out"
+    ranks(2).run(save, name, str(directory), max_shard_size=6000)
+    auto = CONFIGS[name][1]
+    opened, info = auto.from_pretrained(directory, output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    expected = make_model(name, dtype=torch.float32)
+    for (parameter_name, a), b in zip(opened.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(a, b), parameter_name
+    files = sorted(os.listdir(directory))
+    assert {"config.json", "model.safetensors.index.json", "tokenizer.json"} <= set(files)
+    assert sum(file.endswith(".safetensors") for file in files) > 2
+    assert os.listdir(tmp_path) == ["out"], "nothing is left beside it"
+
+
+def test_saving_over_a_checkpoint_replaces_it_whole(ranks, tmp_path):
+    directory = tmp_path / "out"
+    directory.mkdir()
+    (directory / "model.safetensors").write_text("old")
+    ranks(2).run(save, "llama", str(directory))
+    assert not (directory / "model.safetensors").exists()
+    transformers.AutoModelForCausalLM.from_pretrained(directory)
+
+
+def save_with_a_full_disk_on_rank_1(directory: str) -> None:
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError("no space left on device")
+
+    parts, _ = make_split("llama", dtype=torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr("pipelining_dualpipev.models.save.save_file", full)
+        parts.save_pretrained(directory)
+
+
+def test_a_rank_that_cannot_write_is_told_on_every_rank_and_the_old_checkpoint_stays(ranks, tmp_path):
+    directory = tmp_path / "out"
+    directory.mkdir()
+    (directory / "model.safetensors").write_text("old")
+    for raised in ranks(2).run_expecting_errors(save_with_a_full_disk_on_rank_1, str(directory)):
+        assert raised.type == "OSError"
+        assert "no space left on device" in raised.message
+    assert (directory / "model.safetensors").read_text() == "old"
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_file_in_the_way_is_told_on_every_rank(ranks, tmp_path):
+    (tmp_path / "out").write_text("a file")
+    for raised in ranks(2).run_expecting_errors(save, "llama", str(tmp_path / "out")):
+        assert "is a file: give a directory to save in" in raised.message

@@ -1,0 +1,207 @@
+"""The plan, what it refuses, and what the split leaves alone."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from pipelining_dualpipev import SplitError
+from pipelining_dualpipev.models import plan_split
+from pipelining_dualpipev.models.absent import Absent, Root
+from tests.models.chain import Chain, unsplit_step
+from tests.models.zoo import CASTS_TO_FP32, CONFIGS, make_batch, make_model, microbatch
+
+N = 2
+
+
+def test_the_plan_in_words():
+    words = plan_split(make_model("llama", layers=4), 2, example=make_batch(2)).explain()
+    assert words.splitlines() == [
+        "stage 0 (rank 0): model.embed_tokens, model.layers.0",
+        "    2,544 parameters; reads attention_mask, input_ids",
+        "    -> output 0 of model.layers.0 [2, 10, 16]: 2,560 bytes a microbatch",
+        "stage 1 (rank 1): model.layers.1",
+        "    1,952 parameters; reads attention_mask",
+        "    -> output 0 of model.layers.1 [2, 10, 16]: 2,560 bytes a microbatch",
+        "stage 2 (rank 1): model.layers.2",
+        "    1,952 parameters; reads attention_mask",
+        "    -> output 0 of model.layers.2 [2, 10, 16]: 2,560 bytes a microbatch",
+        "stage 3 (rank 0): model.layers.3, model.norm, lm_head",
+        "    2,560 parameters; reads attention_mask, labels",
+    ]
+
+
+def test_a_config_is_planned_without_weights():
+    config = transformers.LlamaConfig(
+        vocab_size=32000, hidden_size=8192, intermediate_size=28672, num_hidden_layers=16, num_attention_heads=64
+    )
+    example = {"input_ids": torch.zeros(1, 128, dtype=torch.long)}
+    plan = plan_split(config, 4, example=example)
+    assert [root.name for root in plan.boundaries[3]] == ["model.layers.7"]
+    assert plan.boundary_bytes(3) == 128 * 8192 * 4
+    assert plan.required_inputs == [("input_ids",), *[()] * 7]
+
+
+@pytest.mark.parametrize(("layers", "num_ranks", "remedy"), [(7, 4, "at most 3 ranks"), (3, 2, "at most 1 rank")])
+def test_fewer_layers_than_stages(layers, num_ranks, remedy):
+    with pytest.raises(SplitError, match=f"{layers} layers cannot fill {2 * num_ranks} stages: use {remedy}"):
+        plan_split(make_model("llama", layers), num_ranks, example=make_batch(2))
+
+
+def test_layers_are_dealt_out_evenly_and_in_order():
+    for layers in range(6, 14):
+        plan = plan_split(make_model("llama", layers), 3, example=make_batch(1))
+        stages = [event.stage for event in plan.events if event.is_layer]
+        assert stages == sorted(stages)
+        counts = [stages.count(stage) for stage in range(6)]
+        assert max(counts) - min(counts) <= 1
+        assert sum(counts) == layers
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_model_is_left_as_it_is_and_can_be_split_again(name):
+    model, batch = make_model(name), make_batch(2 * N)
+    before, forwards = copy.deepcopy(model.state_dict()), [module.forward.__qualname__ for module in model.modules()]
+    losses = [Chain(model, 2, example=microbatch(batch, 0, N)).step(batch, N) for _ in range(2)]
+    assert losses[0] == losses[1]
+    assert [module.forward.__qualname__ for module in model.modules()] == forwards
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    unsplit_step(model, batch)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_parameter_is_on_one_rank_and_every_weight_a_copy(name):
+    model = make_model(name)
+    chain = Chain(model, 2, example=make_batch(1))
+    held: dict[str, set[int]] = {}
+    ours = set()
+    for stage, module in chain.stages.items():
+        for parameter_name, parameter in module.model.named_parameters():
+            held.setdefault(chain.plan.names[parameter_name], set()).add(min(stage, 3 - stage))
+            ours.add(parameter)
+    assert held.keys() == dict(model.named_parameters()).keys()
+    assert all(len(ranks) == 1 for ranks in held.values())
+    assert len(ours) == len(list(model.parameters())), "a tied parameter is one object"
+    assert not ours & set(model.parameters())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_model_on_meta_gets_its_weights_and_buffers_from_its_own_initialisation(name):
+    batch = make_batch(2 * N)
+    chain = Chain(make_model(name, dtype=torch.float32, device="meta"), 2, example=microbatch(batch, 0, N))
+    loss = chain.step(batch, N)
+    assert 2.5 < loss < 6, "about the logarithm of the vocabulary, as of a fresh model"
+    # With these weights the model that was never on meta is the same, so that its buffers are the right ones.
+    whole = make_model(name, dtype=torch.float32)
+    state = {
+        chain.plan.names[parameter_name]: parameter
+        for stage in chain.stages.values()
+        for parameter_name, parameter in stage.model.named_parameters()
+    }
+    with torch.no_grad():
+        for parameter_name, parameter in whole.named_parameters():
+            parameter.copy_(state[parameter_name])
+    if "router loss" not in name:
+        assert abs(unsplit_step(whole, batch)[0] - loss) < 10 * CASTS_TO_FP32 * loss
+
+
+def test_inputs_of_other_shapes_are_refused_with_both():
+    batch = make_batch(2)
+    chain = Chain(make_model("llama"), 2, example=batch)
+    longer = make_batch(2, length=12)
+    with pytest.raises(
+        SplitError, match=r"int64 \[2, 12\] a microbatch, the split was planned for torch.int64 \[2, 10\]"
+    ):
+        chain.forward(longer)
+
+
+def test_a_missing_input_is_named():
+    chain = Chain(make_model("llama"), 2, example=make_batch(2))
+    with pytest.raises(SplitError, match="stage 0 needs the input 'attention_mask', which was in the example"):
+        chain.stages[0](input_ids=make_batch(2)["input_ids"])
+
+
+def test_a_hook_on_glue_is_refused_by_name_and_one_on_a_layer_is_run():
+    model = make_model("llama")
+    handle = model.model.register_forward_hook(lambda module, args, output: None)
+    with pytest.raises(SplitError, match=r"^model \(LlamaModel\) has a hook"):
+        plan_split(model, 2, example=make_batch(2))
+    handle.remove()
+    called: list[int] = []
+    model.model.layers[3].register_forward_hook(lambda module, args, output: called.append(1))
+    batch = make_batch(2 * N)
+    Chain(model, 2, example=microbatch(batch, 0, N)).step(batch, N)
+    # The hook was copied with the layer to each stage; it ran where the layer did, and once for each stage's stand-in.
+    assert called
+
+
+class Outer(nn.Module):
+    """A model whose own forward looks at what a layer gave, or writes it into a tensor of its own."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(3, 3)) for _ in range(4)])
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        for layer in self.layers[:3]:
+            x = layer(x)
+        if self.kind == "looks" and x.sum() > 0:
+            x = x * 2
+        if self.kind == "writes":
+            own = torch.zeros(x.shape)
+            own[:] = x
+            x = own
+        return (self.layers[3](x),)
+
+
+def test_a_forward_that_looks_at_what_another_stage_has_is_refused():
+    with pytest.raises(SplitError, match=r"asks for the value of a tensor that another stage has .*model|layers.2"):
+        plan_split(Outer("looks"), 2, example={"x": torch.ones(2, 3)})
+
+
+def test_what_glue_copies_into_a_tensor_of_its_own_travels_to_whoever_uses_it():
+    model = Outer("writes")
+    chain = Chain(model, 2, example={"x": torch.ones(2, 3)})
+    x = torch.randn(2, 3)
+    output, _, _ = chain.forward({"x": x})
+    torch.testing.assert_close(output[0], model(x)[0])
+
+
+def test_two_layers_that_share_a_parameter_across_ranks_are_refused():
+    model = Outer("")
+    model.layers[1][0].weight = model.layers[3][0].weight
+    with pytest.raises(
+        SplitError, match=r"one parameter is needed on 2 ranks: layers\.1\.0\.weight on stage 1, layers\.3"
+    ):
+        plan_split(model, 2, example={"x": torch.ones(2, 3)})
+
+
+def test_a_layer_called_twice_on_different_stages_is_refused():
+    class Twice(Outer):
+        def forward(self, x):
+            for layer in (*self.layers, self.layers[0]):
+                x = layer(x)
+            return (x,)
+
+    with pytest.raises(SplitError, match=r"layers.0 is called on stages 0 and 3"):
+        plan_split(Twice(""), 2, example={"x": torch.ones(2, 3)})
+
+
+def test_what_is_made_from_an_absents_shape_is_known_until_it_is_written():
+    absent = Absent.like(torch.empty(2, 3), "cpu", Root("input", "x"))
+    known = torch.ones_like(absent)
+    assert known.sum().item() == 6
+    assert type(known * torch.ones(3)) is torch.Tensor
+    view = known[0]
+    view.copy_(absent[0])
+    with pytest.raises(SplitError, match="from input x"):
+        known.sum().item()
+    with pytest.raises(SplitError, match="writes what another stage has"):
+        torch.zeros(2, 3).copy_(absent)
