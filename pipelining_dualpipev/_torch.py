@@ -8,15 +8,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, _Action
 
 from pipelining_dualpipev.planning.actions import Action, Order
+from pipelining_dualpipev.planning.placement import Placement
 
-__all__ = ["TorchSchedule", "gloo_group_beside", "to_torch_order"]
+__all__ = ["TORCH_SCHEDULES", "TorchSchedule", "gloo_group_beside", "to_torch_order", "torch_order"]
 
 
 def to_torch_order(order: Order) -> dict[int, list[_Action | None]]:
@@ -119,3 +120,51 @@ class TorchSchedule(PipelineScheduleMulti):
             return_outputs=return_outputs,
             loss_kwargs=loss_kwargs,
         )
+
+
+class _TorchGenerator(NamedTuple):
+    """How to get the order of one of torch's classes, without a process group."""
+
+    schedule: type[PipelineScheduleMulti]
+    placement: Callable[[int], Placement]
+    fitting: Callable[[int, int], int]
+    """The nearest number of microbatches that the class takes, for a number of ranks."""
+
+
+def _round_to_ranks(num_ranks: int, n: int) -> int:
+    return -(-n // num_ranks) * num_ranks
+
+
+TORCH_SCHEDULES = {
+    "Interleaved1F1B": _TorchGenerator(
+        schedules.ScheduleInterleaved1F1B, lambda num_ranks: Placement.loop(num_ranks, 2), _round_to_ranks
+    ),
+    "InterleavedZeroBubble": _TorchGenerator(
+        schedules.ScheduleInterleavedZeroBubble, lambda num_ranks: Placement.loop(num_ranks, 2), _round_to_ranks
+    ),
+    "ZBVZeroBubble": _TorchGenerator(schedules.ScheduleZBVZeroBubble, Placement.v, lambda num_ranks, n: n),
+    "DualPipeV": _TorchGenerator(schedules.ScheduleDualPipeV, Placement.v, lambda num_ranks, n: max(n, 2 * num_ranks)),
+}
+"""Torch's own multi-stage schedules with two stages a rank, by name."""
+
+
+def torch_order(name: str, num_ranks: int, n_microbatches: int) -> dict[int, list[_Action | None]]:
+    """The order that torch's class of that name runs, every rank's, with None for torch's bubbles.
+
+    The class is not constructed, since that takes a process group; its generator needs no more than these numbers.
+    """
+    generator = object.__new__(TORCH_SCHEDULES[name].schedule)
+    generator.pp_group_size = num_ranks
+    generator._n_microbatches = n_microbatches
+    generator._num_stages = generator.num_stages = 2 * num_ranks  # type: ignore[attr-defined]
+    generator.n_local_stages = 2  # type: ignore[attr-defined]
+    rounds = max(1, n_microbatches // num_ranks)
+    generator.number_of_rounds = rounds  # type: ignore[attr-defined]
+    generator.microbatches_per_round = n_microbatches // rounds  # type: ignore[attr-defined]
+    generator.pipeline_order = {
+        rank: generator._calculate_single_rank_operations(rank)  # type: ignore[attr-defined]
+        for rank in range(num_ranks)
+    }
+    if name == "InterleavedZeroBubble":
+        return generator._add_bubbles_to_actions(2 * num_ranks)  # type: ignore[attr-defined]
+    return generator.pipeline_order
