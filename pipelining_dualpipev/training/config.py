@@ -81,6 +81,8 @@ class TrainConfig:
                 raise ValueError(f"{_flag(option)} is {value}: it has to be above 0")
         if not (self.weight_decay >= 0 and math.isfinite(self.weight_decay)):
             raise ValueError(f"--weight-decay is {self.weight_decay}: it has to be 0 or more")
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise ValueError(f"--device is {self.device}: it has to be auto, cpu or cuda")
         if self.layers is not None and self.layers < 2 * self.ranks:
             raise ValueError(
                 f"--layers {self.layers} cannot fill the {2 * self.ranks} stages of --ranks {self.ranks}: "
@@ -98,7 +100,9 @@ class TrainConfig:
         save = Path(self.save)
         above = next(path for path in (save, *save.absolute().parents) if path.exists())
         if not above.is_dir():
-            raise ValueError(f"--save {save}: {above} is a file: give a new directory, or that of a checkpoint to replace")
+            raise ValueError(
+                f"--save {save}: {above} is a file: give a new directory, or that of a checkpoint to replace"
+            )
         if not os.access(above, os.W_OK | os.X_OK):
             raise ValueError(f"--save {save}: no permission to write in {above}: give another directory")
         if save.is_dir() and not (save / "config.json").is_file():

@@ -179,7 +179,9 @@ def _measure(windows: torch.Tensor, training: Text, encoding: Encoding) -> HeldO
         nats -= log_probability[pairs[:-1], pairs[1:]].sum().item()
         count += max(0, predicted)
     if not count:
-        raise ValueError("the held-out tokens stand for no text at all: is this the tokenizer that the model goes with?")
+        raise ValueError(
+            "the held-out tokens stand for no text at all: is this the tokenizer that the model goes with?"
+        )
     return HeldOut(windows, count, nats / count)
 
 

@@ -38,7 +38,7 @@ from pipelining_dualpipev.training.model import build_model, check_model, load_e
 
 __all__ = ["TrainResult", "learning_rate_factor", "train"]
 
-# Reading a loss waits for the device; once in so many steps is enough for a progress bar.
+# Reading a loss or a norm waits for the device: once in so many steps is enough.
 PROGRESS_EVERY = 5
 
 
@@ -135,22 +135,25 @@ def _train_steps(
     shown, begun = math.nan, time.perf_counter()
     with tqdm(total=config.steps, disable=data is None, unit="step", dynamic_ncols=True, mininterval=0.5) as bar:
         for step in range(config.steps):
-            schedule.step(**_inputs(data and data.batch(step, config), device), losses=losses, return_outputs=False)
-            clip_grad_norm_(schedule, config.clip_norm)
+            batch = None if data is None else data.batch(step, config)
+            schedule.step(**_inputs(batch, device), losses=losses, return_outputs=False)
+            norm = clip_grad_norm_(schedule, config.clip_norm)
             optimizer.step()
             rates.step()
             optimizer.zero_grad()
+            bar.update()
             last = step + 1 == config.steps
-            if data is not None and (last or (step + 1) % PROGRESS_EVERY == 0):
+            if not last and (step + 1) % PROGRESS_EVERY:
+                continue
+            if not math.isfinite(norm):  # the same number on every rank, so all of them stop here
+                raise ValueError(
+                    f"the gradient's norm is {float(norm)} at step {step + 1} of {config.steps}: "
+                    f"lower --learning-rate (now {config.learning_rate})"
+                )
+            if data is not None:
                 shown = torch.stack(losses).mean().item()
-                if not math.isfinite(shown):
-                    raise ValueError(
-                        f"the loss is {shown} at step {step + 1} of {config.steps}: "
-                        f"lower --learning-rate (now {config.learning_rate})"
-                    )
                 speed = (step + 1) * config.batch_tokens / (time.perf_counter() - begun)
                 bar.set_postfix_str(f"loss {shown:.3f}, {speed:,.0f} tokens/s", refresh=last)
-            bar.update()
     return time.perf_counter() - begun, shown
 
 

@@ -75,14 +75,18 @@ def check_model(config: TrainConfig) -> None:
             f"or one of {', '.join(BUILT_IN)}"
         )
     if not built_in and config.layers is not None:
-        raise ValueError(f"--layers {config.layers} is for built-in models: {directory / 'config.json'} has its own number")
+        raise ValueError(
+            f"--layers {config.layers} is for built-in models: {directory / 'config.json'} has its own number"
+        )
     layers = (config.layers or BUILT_IN_LAYERS) if built_in else _num_layers(_load_config(directory))
     if layers is not None and layers < 2 * config.ranks:
         deeper = f", or --layers {2 * config.ranks}" if built_in else ""
-        remedy = f"use at most {layers // 2} ranks{deeper}" if layers >= 2 or deeper else "the V needs at least 2 layers"
+        remedy = (
+            f"use at most {layers // 2} ranks{deeper}" if layers >= 2 or deeper else "the V needs at least 2 layers"
+        )
         raise ValueError(
-            f"--model {config.model}: {layers} layers cannot fill the {2 * config.ranks} stages of {config.ranks} ranks: "
-            f"{remedy}"
+            f"--model {config.model}: {layers} layers cannot fill the {2 * config.ranks} stages of "
+            f"{config.ranks} ranks: {remedy}"
         )
 
 

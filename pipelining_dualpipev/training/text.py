@@ -83,7 +83,9 @@ def find_text(data: str | None) -> Text:
     elif path.is_dir():
         text = Text(data, _pieces(path, (file for file in _walk(path) if _is_text(file))))
     else:
-        raise ValueError(f"--data {data}: there is no such file or folder in {Path.cwd()}: give a text file or a folder")
+        raise ValueError(
+            f"--data {data}: there is no such file or folder in {Path.cwd()}: give a text file or a folder"
+        )
     if not text.total:
         raise ValueError(f"--data {data}: no text in {len(text.pieces)} files: give a text file, or a folder with some")
     return text
