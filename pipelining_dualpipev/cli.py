@@ -91,7 +91,7 @@ def train(
     """Train a causal language model under DualPipeV and write a checkpoint that plain transformers opens.
 
     With no options, a Llama of one million parameters learns the source of Python's standard library, byte by byte, on
-    two CPU ranks in about a minute. The last line tells its held-out loss beside what a bigram model reaches on the
+    two CPU ranks within a minute. The last line tells its held-out loss beside what a bigram model reaches on the
     same bytes.
 
     Run plainly, it starts all ranks on this machine. Under torchrun it is one of the ranks, on as many machines as

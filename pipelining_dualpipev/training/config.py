@@ -21,7 +21,7 @@ __all__ = ["TrainConfig"]
 class TrainConfig:
     """The options of a training run; `dualpipev train --help` tells what each is for.
 
-    The defaults train a Llama of one million parameters for a minute on two cores.
+    The defaults train a Llama of one million parameters in well under a minute on two cores.
     """
 
     ranks: int = 2
@@ -29,7 +29,7 @@ class TrainConfig:
     model: str = "llama"
     layers: int | None = None
     data: str | None = None
-    steps: int = 200
+    steps: int = 120
     save: str = "runs/train"
     batch_size: int = 32
     seq_len: int = 64

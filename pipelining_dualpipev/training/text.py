@@ -10,7 +10,7 @@ depends on nothing but their names and sizes::
     training                           a.py        c.py        e.py
 
 A file with more than a fifth of all bytes is not taken as a whole. Where the others do not give enough, as when there
-is only one file, the *tail* of the largest one is held out instead.
+is only one file, the *tail* of the largest is held out too, and then of the next.
 
 Files are opened here only to see whether they are text, and torch is not needed: so the launcher can refuse text that
 is missing or too short before it starts a process.
@@ -107,11 +107,12 @@ def hold_out(text: Text, least: int = 1) -> tuple[Text, Text]:
             held[piece.name] = piece
             size += len(piece)
     training = {piece.name: piece for piece in text.pieces if piece.name not in held}
-    if size < goal and training:
-        largest = max(training.values(), key=len)  # of equals the first by name
-        cut = max(largest.start, largest.stop - (goal - size))
-        held[largest.name] = replace(largest, start=cut)
-        training[largest.name] = replace(largest, stop=cut)
+    for piece in sorted(training.values(), key=len, reverse=True):  # of equals the first by name
+        if size >= goal:
+            break
+        cut = max(piece.start, piece.stop - (goal - size))
+        held[piece.name], training[piece.name] = replace(piece, start=cut), replace(piece, stop=cut)
+        size += piece.stop - cut
     return (
         replace(text, pieces=tuple(training.values())),
         replace(text, pieces=tuple(held[name] for name in sorted(held))),
