@@ -17,7 +17,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, _Actio
 from pipelining_dualpipev.planning.actions import Action, Order
 from pipelining_dualpipev.planning.placement import Placement
 
-__all__ = ["TORCH_SCHEDULES", "TorchSchedule", "gloo_group_beside", "to_torch_order", "torch_order"]
+__all__ = ["TORCH_SCHEDULES", "TorchSchedule", "gloo_group_beside", "to_torch_order", "torch_order", "torch_programs"]
 
 
 def to_torch_order(order: Order) -> dict[int, list[_Action | None]]:
@@ -168,3 +168,14 @@ def torch_order(name: str, num_ranks: int, n_microbatches: int) -> dict[int, lis
     if name == "InterleavedZeroBubble":
         return generator._add_bubbles_to_actions(2 * num_ranks)  # type: ignore[attr-defined]
     return generator.pipeline_order
+
+
+def torch_programs(
+    name: str, num_ranks: int, n_microbatches: int, *, defer_pp_recv: bool = False
+) -> dict[int, list[Any]]:
+    """That order as torch lowers it: with its sends and receives, the latter moved if ``defer_pp_recv``."""
+    rank_of = TORCH_SCHEDULES[name].placement(num_ranks).rank_of
+    order = torch_order(name, num_ranks, n_microbatches)
+    without_bubbles = {rank: [action for action in actions if action is not None] for rank, actions in order.items()}
+    programs = schedules._add_send_recv(without_bubbles, lambda stage: rank_of[stage], len(rank_of))
+    return schedules._defer_recv_ops(programs, lambda stage: rank_of[stage]) if defer_pp_recv else programs

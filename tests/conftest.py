@@ -7,10 +7,12 @@ import pytest
 from hypothesis import settings
 
 from tests.distributed.pool import Ranks, WorkerPool
+from tests.profiles import NIGHTLY, examples
 
 # No example has a deadline: these machines are noisy, and no test is about time.
 settings.register_profile("dev", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+settings.register_profile(NIGHTLY, deadline=None, print_blob=True, max_examples=examples(100))
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
 
 

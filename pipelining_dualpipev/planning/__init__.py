@@ -1,6 +1,7 @@
 """Schedules as data: who computes what, when, and what travels between the ranks. Pure Python, no torch."""
 
 from pipelining_dualpipev.planning.actions import Action, Kind, dualpipev_order
+from pipelining_dualpipev.planning.bound import lower_bound
 from pipelining_dualpipev.planning.costs import CostModel
 from pipelining_dualpipev.planning.laws import check_order, check_programs
 from pipelining_dualpipev.planning.lowering import lower
@@ -19,4 +20,5 @@ __all__ = [
     "CostModel",
     "simulate",
     "Timeline",
+    "lower_bound",
 ]

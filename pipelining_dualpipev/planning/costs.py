@@ -22,6 +22,7 @@ class CostModel:
         backward_weight: W. A full backward costs I + W.
         overlap: what a pair costs, as a share of F + B: 1 where nothing is gained by pairing.
         hop: from the end of an action until its result has arrived on another rank.
+        activation_bytes: what a stage holds of a microbatch from its forward until its input gradient, in bytes.
     """
 
     forward: Cost = 1.0
@@ -29,22 +30,24 @@ class CostModel:
     backward_weight: Cost = 1.0
     overlap: float = 1.0
     hop: float = 0.0
+    activation_bytes: Cost = 0.0
 
     def duration(self, action: Action) -> float:
         """How long the action keeps its rank; sends and receives take none of the rank's own time."""
         kind, stage = action.kind, action.stage
         if kind is Kind.FORWARD:
-            return _at(self.forward, stage)
+            return at(self.forward, stage)
         if kind is Kind.BACKWARD_INPUT:
-            return _at(self.backward_input, stage)
+            return at(self.backward_input, stage)
         if kind is Kind.BACKWARD_WEIGHT:
-            return _at(self.backward_weight, stage)
+            return at(self.backward_weight, stage)
         if kind is Kind.FULL_BACKWARD:
-            return _at(self.backward_input, stage) + _at(self.backward_weight, stage)
+            return at(self.backward_input, stage) + at(self.backward_weight, stage)
         if kind is Kind.OVERLAP_F_B:
             return self.overlap * sum(self.duration(part) for part in action.parts)
         return 0.0
 
 
-def _at(cost: Cost, stage: int) -> float:
+def at(cost: Cost, stage: int) -> float:
+    """The cost of one stage."""
     return cost[stage] if isinstance(cost, Sequence) else cost

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from pipelining_dualpipev.errors import ScheduleError
 from pipelining_dualpipev.planning.actions import Action, Kind, Order
-from pipelining_dualpipev.planning.costs import CostModel
+from pipelining_dualpipev.planning.costs import CostModel, at
 from pipelining_dualpipev.planning.placement import Placement
 
 __all__ = ["Span", "Timeline", "simulate"]
@@ -26,6 +26,9 @@ _Key = tuple[int, int]  # stage, microbatch
 _Need = tuple[
     dict[_Key, float], int, float
 ]  # where it is noted that it is done, of which stage, and the hop from there
+
+
+_RELEASES = (Kind.FULL_BACKWARD, Kind.BACKWARD_INPUT)
 
 
 class Span(NamedTuple):
@@ -42,7 +45,7 @@ class Timeline:
     """A simulated step: each rank's actions with their times, in order."""
 
     spans: dict[int, list[Span]]
-    placement: Placement
+    costs: CostModel
 
     @property
     def makespan(self) -> float:
@@ -79,7 +82,17 @@ class Timeline:
         for span in self.spans[rank]:
             held += sum(single.kind is Kind.FORWARD for single in span.action.singles)
             peak = max(peak, held)
-            held -= sum(single.kind in (Kind.FULL_BACKWARD, Kind.BACKWARD_INPUT) for single in span.action.singles)
+            held -= sum(single.kind in _RELEASES for single in span.action.singles)
+        return peak
+
+    def peak_bytes(self, rank: int) -> float:
+        """The most bytes of activations that the rank holds at once, if the cost model knows what a stage holds."""
+        held = peak = 0.0
+        for span in self.spans[rank]:
+            sizes = {single: at(self.costs.activation_bytes, single.stage) for single in span.action.singles}
+            held += sum(size for single, size in sizes.items() if single.kind is Kind.FORWARD)
+            peak = max(peak, held)
+            held -= sum(size for single, size in sizes.items() if single.kind in _RELEASES)
         return peak
 
 
@@ -133,7 +146,7 @@ def simulate(order: Order, costs: CostModel | None = None, *, placement: Placeme
         raise ScheduleError(
             f"law 'acyclic': the ranks wait for each other: {_stuck(order, spans, parked, forward_done)}"
         )
-    return Timeline(spans, placement)
+    return Timeline(spans, costs)
 
 
 def _needs(

@@ -111,7 +111,7 @@ class Mutant(NamedTuple):
 
 
 FAULTS = {
-    "two transfers swapped": "complete|matched",
+    "two transfers swapped": "complete|matched|acyclic",
     "a receive dropped": "complete",
     "a send before its producer": "complete",
     "an action twice": "complete",

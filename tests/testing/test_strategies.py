@@ -1,0 +1,153 @@
+"""The public tools turned on themselves: what they call lawful is, what they break is found."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipelining_dualpipev import PipelineError, ScheduleError
+from pipelining_dualpipev.planning import Placement, check_order, check_programs, dualpipev_order, lower, simulate
+from pipelining_dualpipev.testing import (
+    Stack,
+    check_training_step,
+    choosers,
+    cost_models,
+    mutants,
+    orders,
+    stage_stacks,
+)
+from pipelining_dualpipev.testing.step import LocalPipeline
+from pipelining_dualpipev.testing.strategies import FAULTS, Mutant, OrderCase
+from tests.profiles import examples
+
+TRANSPORTS = st.sampled_from(["buffered", "pairs", "streams"])
+RELAXED = [HealthCheck.too_slow, HealthCheck.data_too_large]
+
+
+@given(orders(), st.data())
+@settings(max_examples=examples(200))
+def test_orders_are_lawful_and_so_are_their_programs_whatever_the_costs(case, data):
+    check_order(case.order, case.n_microbatches, placement=case.placement)
+    costs = data.draw(cost_models(case.placement.num_stages))
+    check_programs(lower(case.order, placement=case.placement, costs=costs), placement=case.placement)
+
+
+@given(orders(max_ranks=5), TRANSPORTS, choosers(), st.data())
+@settings(max_examples=examples(100), suppress_health_check=RELAXED)
+def test_a_lawful_order_trains_any_stack_as_if_it_was_not_cut(case, transport, chooser, data):
+    stack = data.draw(stage_stacks(case.placement))
+    check_training_step(
+        case.order, case.n_microbatches, placement=case.placement, stack=stack, chooser=chooser, transport=transport
+    )
+
+
+@pytest.mark.slow
+@given(orders(), TRANSPORTS, choosers(), st.data())
+@settings(max_examples=examples(1000), suppress_health_check=RELAXED)
+def test_two_thousand_drawn_training_steps(case, transport, chooser, data):
+    stack = data.draw(stage_stacks(case.placement))
+    check_training_step(
+        case.order, case.n_microbatches, placement=case.placement, stack=stack, chooser=chooser, transport=transport
+    )
+
+
+def broken_law(mutant: Mutant, case: OrderCase) -> str | None:
+    """The law that the checker says the mutant breaks."""
+    try:
+        if mutant.is_programs:
+            check_programs(mutant.order, placement=case.placement)
+        else:
+            check_order(mutant.order, case.n_microbatches, placement=case.placement, cap=mutant.cap)
+    except ScheduleError as error:
+        return str(error).split("'")[1]
+    return None
+
+
+def test_an_order_with_one_fault_is_rejected_by_the_law_it_breaks_or_is_right_all_the_same():
+    rejected = dict.fromkeys(FAULTS, 0)
+
+    @given(orders(max_ranks=4), st.data())
+    @settings(max_examples=examples(1200), suppress_health_check=RELAXED)
+    def check(case: OrderCase, data: st.DataObject) -> None:
+        mutant: Mutant = data.draw(mutants(case))
+        law = broken_law(mutant, case)
+        if law is not None:
+            assert law in mutant.law.split("|")
+            rejected[mutant.fault] += 1
+            return
+        # Two transfers swapped whose order nobody minds: every law still holds, so it must run right.
+        assert mutant.fault == "two transfers swapped"
+        check_training_step(mutant.order, case.n_microbatches, placement=case.placement, lower_order=None, steps=1)
+
+    check()
+    assert all(rejected.values()), rejected
+    assert sum(rejected.values()) > 1000
+
+
+@given(orders(max_ranks=4, max_microbatches=8), TRANSPORTS, choosers(), st.data())
+@settings(max_examples=examples(100), suppress_health_check=RELAXED)
+def test_a_rank_that_raises_at_any_action_leaves_nobody_waiting(case, transport, chooser, data):
+    programs = lower(case.order, placement=case.placement)
+    stack = Stack.linear(case.placement.num_stages)
+    pipeline = LocalPipeline(programs, case.placement, stack, case.n_microbatches, chooser=chooser, transport=transport)
+    if data.draw(st.booleans()):
+        pipeline.step()  # then no shapes travel ahead in the step that fails
+    stage = data.draw(st.integers(0, case.placement.num_stages - 1))
+    runner = pipeline.runners[case.placement.rank_of[stage]][stage]
+    method = data.draw(st.sampled_from(["forward", "backward", "backward_weight"]))
+    right, calls, at = getattr(runner, method), [0], data.draw(st.integers(0, case.n_microbatches - 1))
+
+    def wrong(*args, **kwargs):
+        calls[0] += 1
+        if calls[0] == at + 1:
+            raise ArithmeticError("a bit fell over")
+        return right(*args, **kwargs)
+
+    setattr(runner, method, wrong)
+    results = pipeline.step()
+    if calls[0] <= at:  # this order has fewer weight gradients of its own than that
+        assert not any(isinstance(result, Exception) for result in results)
+        return
+    assert all(isinstance(result, PipelineError) for result in results)
+    assert all("ArithmeticError: a bit fell over" in str(result) for result in results)
+    delattr(runner, method)
+    pipeline.zero_grad()
+    pipeline.step(1)
+    pipeline.step_whole(1)
+    pipeline.assert_gradients_equal()
+
+
+@pytest.mark.parametrize("num_ranks", range(1, 7))
+def test_the_simulated_peak_of_microbatches_in_flight_is_the_one_of_real_runs(num_ranks):
+    """Counted by what each stage really keeps between a forward and its backward."""
+    for n in (1, 2, num_ranks, 2 * num_ranks, 4 * num_ranks):
+        placement, order = Placement.v(num_ranks), dualpipev_order(num_ranks, n)
+        pipeline = LocalPipeline(lower(order, placement=placement), placement, Stack.linear(2 * num_ranks), n)
+        peaks = [count_in_flight(runners) for runners in pipeline.runners]
+        assert not any(isinstance(result, Exception) for result in pipeline.step())
+        timeline = simulate(order, placement=placement)
+        assert [peak() for peak in peaks] == [timeline.peak_in_flight(rank) for rank in range(num_ranks)]
+        assert max(peak() for peak in peaks) == min(2 * n, 2 * num_ranks + 1)
+
+
+def count_in_flight(runners):
+    held, peak = [0], [0]
+
+    def count(runner):
+        keep, backward = runner.keep, runner.backward
+
+        def counted_keep(*args, **kwargs):
+            held[0] += 1
+            peak[0] = max(peak[0], held[0])
+            return keep(*args, **kwargs)
+
+        def counted_backward(*args, **kwargs):
+            held[0] -= 1
+            return backward(*args, **kwargs)
+
+        runner.keep, runner.backward = counted_keep, counted_backward
+
+    for runner in runners.values():
+        count(runner)
+    return lambda: peak[0]
