@@ -15,6 +15,8 @@ What the launcher leaves open, and what is done about it:
 * A rank that is told to end while it waits inside gloo would not notice: Python runs a signal handler only when the
   wait is over. So [3] gives the signals back their default meaning, which is to end at once, and does so before it
   imports torch, which takes seconds. There is nothing to clean up: a checkpoint appears by one rename or not at all.
+* The agent passes on the signal that it gets, and Python makes a traceback of a Ctrl-C in a rank that has not come to
+  [3]. So the launcher tells the agent SIGTERM, whichever signal it was.
 * A launcher that is killed outright tells nobody. So each rank looks for its parent once a second.
 * A mistake of the user is to be one line, not a report per rank. So a rank leaves its words in the error file that the
   launcher has given it, and the launcher says them once and exits with `USER_ERROR`.
@@ -22,7 +24,6 @@ What the launcher leaves open, and what is done about it:
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import logging
@@ -35,6 +36,7 @@ import threading
 import time
 import traceback
 import uuid
+from types import FrameType
 
 from pipelining_dualpipev.training.config import TrainConfig
 
@@ -42,7 +44,6 @@ __all__ = ["USER_ERROR", "RanksFailedError", "is_launched", "launch", "run_as_ra
 
 USER_ERROR = 2
 _PATIENCE = "5"  # seconds between asking a rank to end and killing it
-_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
 
 
 class RanksFailedError(RuntimeError):
@@ -93,6 +94,7 @@ def launch(config: TrainConfig) -> None:
     _quieten()
     with tempfile.TemporaryDirectory(prefix="dualpipev-") as logs:
         agent = LaunchConfig(
+            signals_to_handle="SIGTERM",
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=config.ranks,
@@ -104,13 +106,23 @@ def launch(config: TrainConfig) -> None:
             logs_specs=DefaultLogsSpecs(log_dir=logs),
         )
         command = ("-m", __name__, json.dumps(dataclasses.asdict(config)), str(os.getpid()))
+        received = []
+
+        def stop(number: int, _: FrameType | None) -> None:
+            signal.signal(number, signal.SIG_IGN)  # the ranks are being ended: a second time would disturb that
+            received.append(signal.Signals(number))
+            raise SignalException("the ranks are to end", signal.SIGTERM)
+
+        for number in _signals("SIGINT", "SIGHUP", "SIGQUIT"):
+            signal.signal(number, stop)
         try:
             elastic_launch(agent, sys.executable)(*command)
         except ChildFailedError as failed:
             _explain(failed)
         except SignalException as stopped:
-            print(f"stopped by {stopped.sigval.name}: all ranks have ended", file=sys.stderr)
-            raise SystemExit(128 + stopped.sigval) from None
+            by = received[0] if received else stopped.sigval
+            print(f"stopped by {by.name}: all ranks have ended", file=sys.stderr)
+            raise SystemExit(128 + by) from None
 
 
 def _explain(failed: Exception) -> None:
@@ -132,11 +144,15 @@ def _quieten() -> None:
         logger.propagate = False
 
 
+def _signals(*names: str) -> list[signal.Signals]:
+    """Return those of the signals that this system has."""
+    return [signal.Signals[name] for name in names if name in signal.Signals.__members__]
+
+
 def _be_a_rank(config: str, launcher: str) -> int:
     """Run as a process that `launch` has started [3]; returns the exit code."""
-    for name in _SIGNALS:
-        with contextlib.suppress(AttributeError):  # Windows has not all of them
-            signal.signal(getattr(signal, name), signal.SIG_DFL)
+    for number in _signals("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"):
+        signal.signal(number, signal.SIG_DFL)
     threading.Thread(target=_end_without, args=(int(launcher),), daemon=True).start()
     try:
         run_as_rank(TrainConfig(**json.loads(config)))
