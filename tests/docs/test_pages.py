@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,6 +58,16 @@ def test_the_scripts_of_the_readme_run(name, tmp_path):
     said = run_on_two_ranks(script, tmp_path)
     assert "rank 0" in said
     assert "rank 1" in said
+
+
+def test_the_page_on_fuzzing_fuzzes(tmp_path):
+    page = (ROOT / "docs/how-to/fuzz-a-schedule.md").read_text()
+    (script,) = blocks(page, "python", after="<!-- script: fuzz -->\n")
+    assert len([line for line in script.splitlines() if line]) <= 10
+    names: dict[str, Any] = {}
+    exec(script, names)
+    names["test_my_schedule"]()
+    exec(blocks(page, "python")[0], {})
 
 
 def test_pictures_are_those_that_the_code_draws():

@@ -159,7 +159,7 @@ def test_a_mistake_that_only_the_ranks_can_see_is_one_line(start: Callable[..., 
 
 
 def test_under_torchrun_a_mistake_is_told_by_the_ranks_themselves(start: Callable[..., Job], tmp_path: Path):
-    """Rank 0 alone can see it, as it alone cuts the text into tokens: too few of them here, though the bytes suffice."""
+    """Rank 0 alone can see it, as it alone cuts the text into tokens: too few here, though the bytes suffice."""
     from transformers import LlamaConfig
 
     model = tmp_path / "model"
