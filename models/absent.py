@@ -24,8 +24,8 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
 
+from pipelining_dualpipev._torch import WrapperTensor, pytree, storage_of, writes_in_place
 from pipelining_dualpipev.errors import SplitError
 
 __all__ = ["Absent", "Demand", "Root", "pretending", "recording", "tensors_in", "told", "without_known"]
@@ -102,7 +102,7 @@ class _Memory:
         self.roots, self.known, self.given = roots, known, False
 
 
-class Absent(torch.Tensor):
+class Absent(WrapperTensor):
     """A tensor without data. See the module.
 
     Attributes:
@@ -123,15 +123,7 @@ class Absent(torch.Tensor):
         value: torch.Tensor | None = None,
         memory: _Memory | None = None,
     ) -> Absent:
-        self = torch.Tensor._make_wrapper_subclass(
-            cls,
-            meta.size(),
-            strides=meta.stride(),
-            storage_offset=meta.storage_offset(),
-            dtype=meta.dtype,
-            device=torch.device(device),
-            requires_grad=False,
-        )
+        self = super().__new__(cls, meta, device)
         self.meta, self._value = meta, value
         self.memory = memory or _Memory(roots, known=value is not None)
         return self
@@ -169,8 +161,6 @@ class Absent(torch.Tensor):
         """The data as Python numbers, where they are known or pretended."""
         return _read(self, torch.ones(self.shape, dtype=self.dtype)).tolist()
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = dict(kwargs or {})
@@ -192,7 +182,7 @@ class Absent(torch.Tensor):
         if func is aten.nonzero.default:
             return _nonzero(args[0], device, roots)
         known = all(x.value is not None for x in absent)
-        if func._schema.is_mutable:
+        if writes_in_place(func):
             _note_write(args[0], roots, known)
         if not known or recording.dry_run:
             if func is aten.index.Tensor:
@@ -202,7 +192,11 @@ class Absent(torch.Tensor):
             return _wrap(result, value, operands, device, roots)
         # A stage that is really run, on what it knows: a view still shares its memory, anything else is simply real.
         value = _on_values(func, args, kwargs)
-        return _wrap(_on_meta(func, args, kwargs), value, operands, device, roots) if _is_view(value, absent) else value
+        return (
+            _wrap(_on_meta(func, args, kwargs), value, operands, device, roots)
+            if _shares_memory(value, absent)
+            else value
+        )
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
@@ -295,7 +289,7 @@ def _wrap(result: Any, value: Any, operands: list[torch.Tensor], device: Any, ro
     """Absents for the tensors of a result; what was written in place is itself, what is a view shares its memory."""
     absent = [x for x in operands if isinstance(x, Absent)]
     same = {id(x.meta): x for x in absent}
-    memories = {x.meta.untyped_storage()._cdata: x.memory for x in absent}
+    memories = {storage_of(x.meta): x.memory for x in absent}
     leaves, structure = pytree.tree_flatten(result)
     values = pytree.tree_leaves(value) if value is not None else [None] * len(leaves)
 
@@ -304,14 +298,14 @@ def _wrap(result: Any, value: Any, operands: list[torch.Tensor], device: Any, ro
             return leaf
         if id(leaf) in same:
             return same[id(leaf)]
-        return Absent(leaf, device, roots, data, memories.get(leaf.untyped_storage()._cdata))
+        return Absent(leaf, device, roots, data, memories.get(storage_of(leaf)))
 
     return pytree.tree_unflatten([wrap(leaf, data) for leaf, data in zip(leaves, values, strict=True)], structure)
 
 
-def _is_view(value: Any, absent: list[Absent]) -> bool:
-    own = {x.value.untyped_storage()._cdata for x in absent if x.value is not None}
-    return any(x.untyped_storage()._cdata in own for x in tensors_in(value))
+def _shares_memory(value: Any, absent: list[Absent]) -> bool:
+    own = {storage_of(x.value) for x in absent if x.value is not None}
+    return any(storage_of(x) in own for x in tensors_in(value))
 
 
 def _from_shape(func: Any, args: Any, kwargs: Any, device: Any) -> Absent:

@@ -21,8 +21,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
 from transformers.utils import output_capturing
+
+from pipelining_dualpipev._torch import pytree
 
 __all__ = ["Change", "Computed", "Constant", "Description", "HandedThrough", "Snapshot"]
 

@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from pipelining_dualpipev._torch import pytree
 from pipelining_dualpipev.errors import SplitError
 from pipelining_dualpipev.models.absent import Absent, Demand, Root, pretending, recording, tensors_in
 from pipelining_dualpipev.models.assign import Assignment, assign

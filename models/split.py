@@ -208,7 +208,7 @@ def _initialize(fresh: set[nn.Parameter], modules: Mapping[int, StageModule]) ->
     done: set[nn.Parameter] = set()
     for stage in modules.values():
         for module in stage.model.modules():
-            own = {parameter for parameter in module._parameters.values() if parameter in fresh}
+            own = {parameter for parameter in module.parameters(recurse=False) if parameter in fresh}
             if own - done:
                 initialize(stage.model, module)
                 done |= own

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from pipelining_dualpipev._torch import drop_hooks, is_view, pytree
 from pipelining_dualpipev.errors import SplitError
 from pipelining_dualpipev.models.absent import Absent, Root, tensors_in, told, without_known
 from pipelining_dualpipev.models.calls import Computed, Description, HandedThrough, Leaf, Snapshot
@@ -64,6 +64,7 @@ class StageModule(nn.Module):
     Attributes:
         required_inputs: names of the inputs that `forward` takes.
         accepted_inputs: names of all inputs of the plan, also of those that no stage requires.
+        split_description: the plan in words; the schedule makes sure that it is the same on every rank.
     """
 
     def __init__(
@@ -80,17 +81,22 @@ class StageModule(nn.Module):
         self._is_last = stage == plan.num_stages - 1
         self.required_inputs = plan.required_inputs[stage]
         self.accepted_inputs = frozenset(plan.inputs)
+        self.split_description = plan.explain()
         self.model = copy.deepcopy(skeleton)
         local = plan.local_parameters(stage)
         make_parameters_absent(self.model, plan.names, keep=local, device=self._device)
         for name in local:
             set_parameter(self.model, name, parameters[name])
         for module in self.model.modules():
-            for name, buffer in module._buffers.items():
-                module._buffers[name] = None if buffer is None else buffer.to(self._device)
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                setattr(module, name, buffer.to(self._device))
+        own_units = {event.unit for event in plan.events if event.stage == stage}
         for fqn in plan.units.units:
             unit = self.model.get_submodule(fqn)
             unit.forward = self._replace(fqn, unit.forward)
+            if fqn not in own_units:
+                for module in unit.modules():  # a hook is run where its module is
+                    drop_hooks(module, but_of="transformers")
         self._own_events = sum(event.stage == stage for event in plan.events)
         self._borrowed = [
             (name, first) for name, first in plan.names.items() if first in plan.assignment.borrowed[stage]
@@ -162,7 +168,7 @@ class StageModule(nn.Module):
             assert root.kind == "parameter", f"{root} was not computed"
             value = self.model.get_parameter(self._local_name(root.name))
         # torch's own schedules detach outputs in place, which a view or a leaf does not allow.
-        if value.is_leaf or value._is_view() or not value.is_contiguous():
+        if value.is_leaf or is_view(value) or not value.is_contiguous():
             value = value.clone(memory_format=torch.contiguous_format)
         return value
 

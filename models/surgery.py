@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipelining_dualpipev._torch import has_hooks
 from pipelining_dualpipev.errors import SplitError
 from pipelining_dualpipev.models.absent import Absent, Root
 from pipelining_dualpipev.models.units import Units
@@ -43,10 +44,10 @@ def make_skeleton(model: nn.Module) -> nn.Module:
     }
     skeleton = copy.deepcopy(model, dict(on_meta))
     for module in skeleton.modules():
-        on_nothing = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
-        for name in on_nothing:
-            module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")  # type: ignore[arg-type]
-        if on_nothing:
+        on_meta_too = [(name, buffer) for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
+        for name, buffer in on_meta_too:
+            setattr(module, name, torch.empty_like(buffer, device="cpu"))
+        if on_meta_too:
             initialize(skeleton, module)
     return skeleton
 
@@ -88,23 +89,20 @@ def make_parameters_absent(
 def set_absent(model: nn.Module, name: str, value: torch.Tensor) -> None:
     """Let the attribute ``name`` be a plain tensor, of which autograd, optimisers and state dicts know nothing."""
     module, leaf = _owner(model, name)
-    module._parameters.pop(leaf, None)
-    vars(module)[leaf] = value
+    delattr(module, leaf)
+    setattr(module, leaf, value)
 
 
 def set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
     """Let the parameter ``name`` be this one."""
     module, leaf = _owner(model, name)
-    vars(module).pop(leaf, None)
-    module._parameters[leaf] = parameter
+    delattr(module, leaf)
+    setattr(module, leaf, parameter)
 
 
 def _owner(model: nn.Module, name: str) -> tuple[Any, str]:
     path, _, leaf = name.rpartition(".")
     return model.get_submodule(path), leaf
-
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def refuse_hooks_on_glue(model: nn.Module, units: Units) -> None:
@@ -114,15 +112,11 @@ def refuse_hooks_on_glue(model: nn.Module, units: Units) -> None:
         SplitError: naming the module.
     """
     for name, module in model.named_modules():
-        if not units.is_glue(name) or not _has_parameters_below(module):
-            continue
-        for kind in _HOOKS:
-            for hook in getattr(module, kind).values():
-                if not getattr(hook, "__module__", "").startswith("transformers."):
-                    raise SplitError(
-                        f"{name or 'the model itself'} ({type(module).__name__}) has a hook, but its forward runs on "
-                        "every stage and ends early on most: register hooks on layers, or on the stages after the split"
-                    )
+        if units.is_glue(name) and _has_parameters_below(module) and has_hooks(module, but_of="transformers"):
+            raise SplitError(
+                f"{name or 'the model itself'} ({type(module).__name__}) has a hook, but its forward runs on every "
+                "stage and ends early on most: register hooks on layers, or on the stages after the split"
+            )
 
 
 def _has_parameters_below(module: nn.Module) -> bool:

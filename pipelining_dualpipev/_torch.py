@@ -6,18 +6,34 @@ Whatever torch may rename between releases is adapted here, so that a new releas
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, _Action
+from torch.utils import _pytree as pytree
 
 from pipelining_dualpipev.planning.actions import Action, Order
 from pipelining_dualpipev.planning.placement import Placement
 
-__all__ = ["TORCH_SCHEDULES", "TorchSchedule", "gloo_group_beside", "to_torch_order", "torch_order", "torch_programs"]
+__all__ = [
+    "TORCH_SCHEDULES",
+    "TorchSchedule",
+    "WrapperTensor",
+    "drop_hooks",
+    "gloo_group_beside",
+    "has_hooks",
+    "is_view",
+    "pytree",
+    "storage_of",
+    "to_torch_order",
+    "torch_order",
+    "torch_programs",
+    "writes_in_place",
+]
 
 
 def to_torch_order(order: Order) -> dict[int, list[_Action | None]]:
@@ -179,3 +195,59 @@ def torch_programs(
     without_bubbles = {rank: [action for action in actions if action is not None] for rank, actions in order.items()}
     programs = schedules._add_send_recv(without_bubbles, lambda stage: rank_of[stage], len(rank_of))
     return schedules._defer_recv_ops(programs, lambda stage: rank_of[stage]) if defer_pp_recv else programs
+
+
+class WrapperTensor(torch.Tensor):
+    """A tensor without storage, all of whose operations come to ``__torch_dispatch__``."""
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor, device: torch.device | str, *_: Any) -> Any:
+        """One that has shape, strides and type of ``like``, and says that it is on ``device``."""
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            like.size(),
+            strides=like.stride(),
+            storage_offset=like.storage_offset(),
+            dtype=like.dtype,
+            device=torch.device(device),
+            requires_grad=False,
+        )
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """A number that tensors have in common which share memory, also on meta, where there is no address."""
+    return tensor.untyped_storage()._cdata
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether autograd knows the tensor as a view of another."""
+    return tensor._is_view()
+
+
+def writes_in_place(operation: Any) -> bool:
+    """Whether an operation that ``__torch_dispatch__`` was given writes into its first argument."""
+    return operation._schema.is_mutable
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def has_hooks(module: torch.nn.Module, *, but_of: str) -> bool:
+    """Whether hooks are registered on a module, but for those that a package of that name has put there itself."""
+    return any(_foreign_hooks(module, but_of))
+
+
+def drop_hooks(module: torch.nn.Module, *, but_of: str) -> None:
+    """Remove the hooks of which `has_hooks` tells."""
+    for hooks, key in list(_foreign_hooks(module, but_of)):
+        del hooks[key]
+
+
+def _foreign_hooks(module: torch.nn.Module, package: str) -> Iterator[tuple[dict[int, Any], int]]:
+    for kind in _HOOKS:
+        hooks = getattr(module, kind)
+        for key, hook in hooks.items():
+            if not getattr(hook, "__module__", "").startswith(f"{package}."):
+                yield hooks, key

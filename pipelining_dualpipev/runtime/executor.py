@@ -36,8 +36,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch.utils import _pytree as pytree
 
+from pipelining_dualpipev._torch import pytree
 from pipelining_dualpipev.errors import PipelineError
 from pipelining_dualpipev.planning.actions import Action, Kind
 from pipelining_dualpipev.planning.placement import Placement

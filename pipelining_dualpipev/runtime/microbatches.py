@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, merge_chunks, split_args_kwargs_into_chunks
-from torch.utils import _pytree as pytree
+
+from pipelining_dualpipev._torch import pytree
 
 __all__ = ["Microbatches", "cut_batch", "merge_outputs", "take_cut"]
 

@@ -30,6 +30,7 @@ class _Setup:
     scale_grads: bool
     has_loss_fn: bool
     order: int
+    split: int
     required_inputs: frozenset[str]
     problems: list[str]
 
@@ -83,6 +84,7 @@ def agree_on_setup(
             scale_grads=scale_grads,
             has_loss_fn=loss_fn is not None,
             order=digest_of(order),
+            split=digest_of(*sorted({getattr(stage.submod, "split_description", "") for stage in stages})),
             required_inputs=frozenset().union(*required),
             problems=problems,
         )
@@ -96,6 +98,7 @@ def agree_on_setup(
         ("scale_grads", "scale_grads"),
         ("has_loss_fn", "whether there is a loss_fn"),
         ("order", "their order of actions (by digest)"),
+        ("split", "how the model is split (by digest; explain() tells each rank's plan)"),
     ):
         values = [getattr(setup, field) for setup in setups]
         if len(set(values)) > 1:

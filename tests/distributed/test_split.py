@@ -221,3 +221,17 @@ def test_a_file_in_the_way_is_told_on_every_rank(ranks, tmp_path):
     (tmp_path / "out").write_text("a file")
     for raised in ranks(2).run_expecting_errors(save, "llama", str(tmp_path / "out")):
         assert "is a file: give a directory to save in" in raised.message
+
+
+# ------------------------------------------------------------------------------------------------------ disagreement
+
+
+def split_with_an_example_of_its_own() -> None:
+    parts = split(make_model("llama"), example=make_batch(2, length=10 + dist.get_rank()), device="cpu")
+    ScheduleDualPipeV(parts.stages, N, parts.loss_fn)
+
+
+def test_ranks_that_split_by_different_examples_are_told(ranks):
+    for raised in ranks(2).run_expecting_errors(split_with_an_example_of_its_own):
+        assert raised.type == "RanksDisagreeError"
+        assert "differ in how the model is split" in raised.message
