@@ -172,8 +172,8 @@ class OrderedSchedule(TorchSchedule):
         Raises:
             ValueError: on every rank, before anything is computed, if some rank's arguments do not fit.
             RuntimeError: if gradients are disabled. Use `eval`.
-            PipelineError: on every rank, if an action of any rank raised, with its words. The next step is right, but of
-                this one some gradients have been added and others not: zero them.
+            PipelineError: on every rank, if an action of any rank raised, with its words. The next step is right, but
+                of this one some gradients have been added and others not: zero them.
         """
         given = _Given(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
         return self._run(given, self.loss_fn is not None, losses, return_outputs, loss_kwargs)
