@@ -22,12 +22,13 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from pipelining_dualpipev._torch import pytree
+from pipelining_dualpipev._torch import pytree, replace_call
 from pipelining_dualpipev.errors import SplitError
 from pipelining_dualpipev.models.absent import Absent, Demand, Root, pretending, recording, tensors_in
 from pipelining_dualpipev.models.assign import Assignment, assign
@@ -186,7 +187,7 @@ class _DryRun:
         self.writes_in_place = False
         for fqn, unit in units.units.items():
             own = {canonical for name, canonical in names.items() if name.startswith(f"{fqn}.")}
-            unit.forward = self._record(fqn, fqn in units.layers, own, unit.forward)
+            replace_call(unit, partial(self._record, fqn, fqn in units.layers, own))
 
     def run(self, inputs: dict[str, Any], constants: dict[str, Any]) -> tuple[frozenset[Root], LossPlan | None]:
         """Run; gives what the model's output is made of, and how its loss comes about."""
@@ -216,7 +217,7 @@ class _DryRun:
         roots = (tensor.roots for tensor in tensors_in(output) if isinstance(tensor, Absent))
         return frozenset().union(*roots), loss
 
-    def _record(self, fqn: str, is_layer: bool, own: set[str], forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _record(self, fqn: str, is_layer: bool, own: set[str], call: Callable[..., Any]) -> Callable[..., Any]:
         def recorded(*args: Any, **kwargs: Any) -> Any:
             event = Event(fqn, len(self.events), is_layer)
             self.events.append(event)
@@ -225,7 +226,7 @@ class _DryRun:
             describe = _Describer(event, before)
             with pretending() as used:
                 try:
-                    output = forward(*args, **kwargs)
+                    output = call(*args, **kwargs)
                 except (RuntimeError, NotImplementedError, IndexError, TypeError, ValueError) as error:
                     if isinstance(error, SplitError):
                         raise

@@ -5,7 +5,7 @@
     forward(*received, **inputs)
       1. what was received is put where the plan says, by root
       2. the model's forward runs; each call of a unit is the plan's next event
-           an event of this stage    the unit is called, and what it gives is kept
+           an event of this stage    the unit is called, with its hooks, and what it gives is kept
            another stage's           what it would give is handed out: what was received, else an Absent
       3. after this stage's last event the forward is left (the last stage runs it to its end)
       4. what crosses to the next stage is returned
@@ -18,12 +18,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from pipelining_dualpipev._torch import drop_hooks, is_view, pytree
+from pipelining_dualpipev._torch import is_view, pytree, replace_call
 from pipelining_dualpipev.errors import SplitError
 from pipelining_dualpipev.models.absent import Absent, Root, tensors_in, told, without_known
 from pipelining_dualpipev.models.calls import Computed, Description, HandedThrough, Leaf, Snapshot
@@ -90,13 +91,8 @@ class StageModule(nn.Module):
         for module in self.model.modules():
             for name, buffer in list(module.named_buffers(recurse=False)):
                 setattr(module, name, buffer.to(self._device))
-        own_units = {event.unit for event in plan.events if event.stage == stage}
         for fqn in plan.units.units:
-            unit = self.model.get_submodule(fqn)
-            unit.forward = self._replace(fqn, unit.forward)
-            if fqn not in own_units:
-                for module in unit.modules():  # a hook is run where its module is
-                    drop_hooks(module, but_of="transformers")
+            replace_call(self.model.get_submodule(fqn), partial(self._replace, fqn))
         self._own_events = sum(event.stage == stage for event in plan.events)
         self._borrowed = [
             (name, first) for name, first in plan.names.items() if first in plan.assignment.borrowed[stage]
@@ -175,17 +171,17 @@ class StageModule(nn.Module):
     def _local_name(self, first: str) -> str:
         return next(name for name in self._plan.local_parameters(self._stage) if self._plan.names[name] == first)
 
-    def _replace(self, fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _replace(self, fqn: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def replaced(*args: Any, **kwargs: Any) -> Any:
             run = _active.get()
             if run is None:
-                return forward(*args, **kwargs)  # activation checkpointing runs a layer again in the backward
+                return call(*args, **kwargs)  # activation checkpointing runs a layer again in the backward
             event = self._next_event(run, fqn)
             if event.stage != self._stage:
                 return self._stand_in(event, run, Snapshot(args, kwargs))
             args, kwargs = without_known(args), without_known(kwargs)
             before = Snapshot(args, kwargs)
-            output = forward(*args, **kwargs)
+            output = call(*args, **kwargs)
             self._keep(event, run, before.changes(output))
             run.left -= 1
             if run.left == 0 and not self._is_last:

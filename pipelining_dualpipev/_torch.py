@@ -6,7 +6,7 @@ Whatever torch may rename between releases is adapted here, so that a new releas
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -23,11 +23,11 @@ __all__ = [
     "TORCH_SCHEDULES",
     "TorchSchedule",
     "WrapperTensor",
-    "drop_hooks",
     "gloo_group_beside",
     "has_hooks",
     "is_view",
     "pytree",
+    "replace_call",
     "storage_of",
     "to_torch_order",
     "torch_order",
@@ -236,18 +236,10 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 def has_hooks(module: torch.nn.Module, *, but_of: str) -> bool:
     """Whether hooks are registered on a module, but for those that a package of that name has put there itself."""
-    return any(_foreign_hooks(module, but_of))
+    hooks = (hook for kind in _HOOKS for hook in getattr(module, kind).values())
+    return any(not getattr(hook, "__module__", "").startswith(f"{but_of}.") for hook in hooks)
 
 
-def drop_hooks(module: torch.nn.Module, *, but_of: str) -> None:
-    """Remove the hooks of which `has_hooks` tells."""
-    for hooks, key in list(_foreign_hooks(module, but_of)):
-        del hooks[key]
-
-
-def _foreign_hooks(module: torch.nn.Module, package: str) -> Iterator[tuple[dict[int, Any], int]]:
-    for kind in _HOOKS:
-        hooks = getattr(module, kind)
-        for key, hook in hooks.items():
-            if not getattr(hook, "__module__", "").startswith(f"{package}."):
-                yield hooks, key
+def replace_call(module: torch.nn.Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Let a call of the module, with its hooks, be what ``make`` makes of it."""
+    module._call_impl = make(module._call_impl)  # type: ignore[method-assign]

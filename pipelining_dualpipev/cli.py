@@ -7,6 +7,7 @@ so ``--help`` answers at once.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -124,7 +125,12 @@ def _default_ranks() -> int:
 
 
 def main() -> None:
-    """Run the command line; the entry point of the ``dualpipev`` script."""
+    """Run the command line; the entry point of the ``dualpipev`` script.
+
+    Ctrl-C ends this process at once until `launch` has ranks to end: a ``KeyboardInterrupt`` would be lost where an
+    import catches all exceptions, or where the process is a rank that waits inside gloo.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     app()
 
 
@@ -139,8 +145,6 @@ def _plain_errors() -> Iterator[None]:
     except RanksFailedError as error:
         _say(f"error: {error}")
         raise typer.Exit(1) from None
-    except KeyboardInterrupt:  # before there were any ranks
-        raise typer.Exit(130) from None
 
 
 def _say(words: str) -> None:

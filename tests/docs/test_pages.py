@@ -24,13 +24,17 @@ def blocks(page: str, language: str, after: str = "") -> list[str]:
 
 
 def run_on_two_ranks(script: str, folder: Path, num_ranks: int = 2) -> str:
-    """Run it as the page says, with torchrun; a warning is an error here as in every other test."""
+    """Run it as the page says, with torchrun; a warning is an error here as in every other test.
+
+    What a rank prints goes to a file of its own: into one pipe, ranks write in the middle of each other's lines.
+    """
     (folder / "script.py").write_text(script)
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), "script.py"]
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    command += ["--log-dir", "logs", "--redirects", "1", "script.py"]
     env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT), PYTHONWARNINGS="error")
     done = subprocess.run([sys.executable, *command], cwd=folder, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return done.stdout
+    return "".join(log.read_text() for log in sorted(folder.glob("logs/**/stdout.log")))
 
 
 def assert_same_output(said: str, shown: str) -> None:

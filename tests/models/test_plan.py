@@ -12,7 +12,7 @@ from torch import nn
 from pipelining_dualpipev import SplitError
 from pipelining_dualpipev.models import plan_split
 from pipelining_dualpipev.models.absent import Absent, Root
-from tests.models.chain import Chain, unsplit_step
+from tests.models.chain import Chain, unsplit_microbatches, unsplit_step
 from tests.models.zoo import CASTS_TO_FP32, CONFIGS, make_batch, make_model, microbatch
 
 N = 2
@@ -127,17 +127,38 @@ def test_a_missing_input_is_named():
         chain.stages[0](input_ids=make_batch(2)["input_ids"])
 
 
-def test_a_hook_on_glue_is_refused_by_name_and_one_on_a_layer_is_run():
+def test_a_hook_on_glue_is_refused_by_name():
     model = make_model("llama")
-    handle = model.model.register_forward_hook(lambda module, args, output: None)
+    model.model.register_forward_hook(lambda module, args, output: None)
     with pytest.raises(SplitError, match=r"^model \(LlamaModel\) has a hook"):
         plan_split(model, 2, example=make_batch(2))
-    handle.remove()
-    called: list[int] = []
-    model.model.layers[3].register_forward_hook(lambda module, args, output: called.append(1))
+
+
+@pytest.mark.parametrize("layer", range(7))
+def test_hooks_of_a_layer_act_as_on_the_model_unsplit(layer):
+    """On its own stage alone, also behind the stage's last layer, and on what the next stage is sent."""
+    model = make_model("llama")
+    called: list[str] = []
+
+    def change(module, args, output):
+        called.append("forward")
+        return output * 1.5
+
+    def note(module, grad_input, grad_output):
+        called.append("backward")
+
+    model.model.layers[layer].register_forward_hook(change)
+    model.model.layers[layer].register_full_backward_hook(note)
     batch = make_batch(2 * N)
-    Chain(model, 2, example=microbatch(batch, 0, N)).step(batch, N)
-    assert len(called) == N, "once a microbatch, on the stage that has the layer, and not on the three others"
+    expected_loss, expected = unsplit_microbatches(model, batch, N, shift=1)
+    chain = Chain(model, 2, example=microbatch(batch, 0, N))
+    called.clear()
+    assert torch.allclose(chain.step(batch, N).double(), expected_loss, rtol=CASTS_TO_FP32)
+    gradients = chain.gradients()
+    assert gradients.keys() == expected.keys()
+    for name, grad in expected.items():
+        assert torch.allclose(gradients[name], grad, rtol=CASTS_TO_FP32, atol=1e-9), name
+    assert called == ["forward", "backward"] * N
 
 
 class Outer(nn.Module):
