@@ -11,10 +11,10 @@ a rank whose handle is ready goes on, or a transfer that both sides have posted 
 Real modules, real autograd, no ports, and thousands of interleavings a minute. When nothing can happen and some rank
 is not done, that is a deadlock, and the cluster says who waits for what.
 
-What can arrive depends on the wires:
+A message is late for as long as the chooser does not pick its arrival. What can arrive depends on the wires:
 
 ``"buffered"``    a message arrives once it is sent, in any order between pairs, in sequence within a direction
-``"pairs"``       a transfer needs both sides, and those of a pair of ranks happen in their joint sequence (rendezvous)
+``"rendezvous"``  a transfer needs both sides, and those of a pair of ranks happen in their joint sequence
 ``"streams"``     as before, and each rank does its transfers strictly one after another (one communication stream)
 """
 
@@ -93,7 +93,7 @@ class _Network:
     """What is posted and has not arrived."""
 
     def __init__(self, num_ranks: int, kind: str) -> None:
-        if kind not in ("buffered", "pairs", "streams"):
+        if kind not in ("buffered", "rendezvous", "streams"):
             raise ValueError(f"transport {kind!r} is not one of 'buffered', 'pairs', 'streams'")
         self.num_ranks, self._kind = num_ranks, kind
         self.posted: dict[int, list[_Post]] = {rank: [] for rank in range(num_ranks)}

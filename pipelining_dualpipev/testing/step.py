@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipelining_dualpipev.planning.actions import Order, forwards_of
+from pipelining_dualpipev.planning.actions import Action, Kind, Order, forwards_of
 from pipelining_dualpipev.planning.formats import AnyOrder, placement_of, read_order
 from pipelining_dualpipev.planning.laws import check_order
 from pipelining_dualpipev.planning.lowering import lower
@@ -29,6 +29,12 @@ from pipelining_dualpipev.testing.cluster import Chooser, LocalCluster, first
 __all__ = ["LocalPipeline", "Stack", "check_training_step"]
 
 ROWS = 2  # of a microbatch
+_METHODS = {
+    Kind.FORWARD: "forward",
+    Kind.FULL_BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "backward",
+    Kind.BACKWARD_WEIGHT: "backward_weight",
+}
 
 
 def _mean_square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -83,7 +89,7 @@ class LocalPipeline:
         n_microbatches: int,
         *,
         chooser: Chooser = first,
-        transport: str = "pairs",
+        transport: str = "rendezvous",
     ) -> None:
         self.placement, self.stack, self.n_microbatches = placement, stack, n_microbatches
         self.whole = copy.deepcopy(stack)
@@ -151,6 +157,22 @@ class LocalPipeline:
             ]
         )
 
+    def fail_at(self, action: Action, error: Exception) -> None:
+        """Let a computing action (F, B, I or W) raise ``error`` in place of what it does, once, on its own rank."""
+        runner = self.runners[self.placement.rank_of[action.stage]][action.stage]
+        method = _METHODS[action.kind]
+        right, calls = getattr(runner, method), iter(range(self.n_microbatches))
+
+        def wrong(*args: Any, **kwargs: Any) -> Any:
+            # A stage's forwards are in order, and say not which one they are.
+            microbatch = next(calls) if action.kind is Kind.FORWARD else args[0]
+            if microbatch != action.microbatch:
+                return right(*args, **kwargs)
+            setattr(runner, method, right)
+            raise error
+
+        setattr(runner, method, wrong)
+
     def step_whole(self, seed: int = 0) -> list[torch.Tensor]:
         """The same step on the copy that is not cut; its losses by microbatch."""
         losses = []
@@ -187,7 +209,7 @@ def check_training_step(
     placement: Placement | None = None,
     stack: Stack | None = None,
     chooser: Chooser = first,
-    transport: str = "pairs",
+    transport: str = "rendezvous",
     steps: int = 2,
     lower_order: Callable[..., Order] | None = lower,
 ) -> None:
@@ -199,7 +221,7 @@ def check_training_step(
         placement: which rank holds which stage; by default as the order has it.
         stack: the stages; by default a linear layer each.
         chooser: picks what happens next, so that interleavings can be drawn; by default the lowest rank goes on.
-        transport: how the wires behave: ``"buffered"``, ``"pairs"`` or ``"streams"``.
+        transport: how the wires behave: ``"buffered"``, ``"rendezvous"`` or ``"streams"``.
         steps: how many to run; gradients add up over them. Shapes travel ahead of tensors in the first one only.
         lower_order: makes programs of the order, called as `planning.lower` is; None if ``order`` already is programs.
 

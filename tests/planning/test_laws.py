@@ -93,6 +93,16 @@ def test_lowered_two_ranks_as_a_picture():
     }
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", range(1, 17))
+def test_every_law_for_up_to_sixteen_ranks_and_sixty_four_microbatches(num_ranks: int):
+    placement = Placement.v(num_ranks)
+    for n in range(1, 65):
+        order = dualpipev_order(num_ranks, n)
+        check_order(order, n, placement=placement, cap=min(2 * n, 2 * num_ranks + 1))
+        check_programs(lower(order, placement=placement), placement=placement)
+
+
 # ------------------------------------------------------------------------------------------ each law can be broken
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from pipelining_dualpipev.planning import Action, Kind, Placement, dualpipev_order
@@ -26,6 +28,31 @@ def test_the_order_of_two_ranks_and_four_microbatches_reads_like_the_reference_s
     assert picture(2, 4).splitlines() == [
         " ".join(line.replace("|", " ").split()) for line in steps.strip().splitlines()
     ]
+
+
+def test_the_reference_order_of_four_ranks_and_ten_microbatches():
+    """The eight steps of each rank, a bar between them; a pair is written F&B."""
+    steps = """
+      rank 0: F0.0 F0.1 F0.2 F0.3 F0.4 F0.5 | F0.6 F1.0 | I1.0 W1.0 F1.1 I1.1 W1.1 F1.2 I1.2 W1.2 F1.3
+              | F0.7&B1.3 F1.4&B0.0 F0.8&B1.4 F1.5&B0.1 F0.9&B1.5 F1.6&B0.2
+              | B1.6 F1.7&B0.3 B1.7 F1.8&B0.4 B1.8 F1.9&B0.5 | B1.9 I0.6
+              | W0.6 I0.7 W0.7 I0.8 W0.8 I0.9 | W0.9
+      rank 1: F0.0 F0.1 F0.2 F0.3 | F0.4 F1.0 F0.5 F1.1 | I1.0 W1.0 F1.2 I1.1 W1.1 F1.3
+              | F0.6&B1.2 F1.4&B0.0 F0.7&B1.3 F1.5&B0.1 F0.8&B1.4 F1.6&B0.2 F0.9&B1.5 F1.7&B0.3
+              | B1.6 F1.8&B0.4 B1.7 F1.9&B0.5 | B1.8 B0.6 I1.9 I0.7
+              | W1.9 I0.8 W0.7 I0.9 | W0.8 W0.9
+      rank 2: F0.0 F0.1 | F0.2 F1.0 F0.3 F1.1 F0.4 F1.2 | I1.0 W1.0 F1.3
+              | F0.5&B1.1 F1.4&B0.0 F0.6&B1.2 F1.5&B0.1 F0.7&B1.3 F1.6&B0.2 F0.8&B1.4 F1.7&B0.3 F0.9&B1.5 F1.8&B0.4
+              | B1.6 F1.9&B0.5 | B1.7 B0.6 B1.8 I0.7 I1.9 I0.8
+              | W0.7 I0.9 | W1.9 W0.8 W0.9
+      rank 3: | F0.0 F1.0 F0.1 F1.1 F0.2 F1.2 F0.3 F1.3 |
+              | F0.4 B1.0 F1.4&B0.0 F0.5&B1.1 F1.5&B0.1 F0.6&B1.2 F1.6&B0.2 F0.7&B1.3 F1.7&B0.3
+                F0.8&B1.4 F1.8&B0.4 F0.9&B1.5 F1.9&B0.5
+              | | B1.6 B0.6 B1.7 B0.7 I1.8 I0.8 I1.9 I0.9
+              | | W1.8 W0.8 W1.9 W0.9
+    """
+    ranks = [" ".join(text.replace("|", " ").split()) for text in re.split(r"rank \d:", steps)[1:]]
+    assert picture(4, 10).splitlines() == ranks
 
 
 def test_one_microbatch_goes_down_and_up_once():
