@@ -26,3 +26,4 @@ autodoc_default_options = {"members": True, "show-inheritance": False}
 # The members that ScheduleDualPipeV inherits are torch's; what of them is kept is said in its own docstrings.
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
+napoleon_use_ivar = True  # the fields of a NamedTuple are documented by autodoc already
