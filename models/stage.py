@@ -16,6 +16,7 @@ A stage whose forward goes another way than the plan's, or lets an Absent into a
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from functools import partial
@@ -97,6 +98,14 @@ class StageModule(nn.Module):
         self._borrowed = [
             (name, first) for name, first in plan.names.items() if first in plan.assignment.borrowed[stage]
         ]
+
+    @property
+    def tied_parameters(self) -> dict[str, nn.Parameter]:
+        """The stage's parameters that have several names, under the first; the schedule sees that they stay tied."""
+        names = self._plan.names
+        counts = Counter(names.values())
+        local = (name for name in self._plan.local_parameters(self._stage) if counts[names[name]] > 1)
+        return {names[name]: self.model.get_parameter(name) for name in local}
 
     def forward(self, *received: torch.Tensor, **inputs: Any) -> Any:
         """Run the stage on one microbatch.

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, _Action
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from pipelining_dualpipev.planning.actions import Action, Order
@@ -24,6 +25,7 @@ __all__ = [
     "TorchSchedule",
     "WrapperTensor",
     "gloo_group_beside",
+    "has_comm_hook",
     "has_hooks",
     "is_view",
     "pytree",
@@ -229,6 +231,11 @@ def is_view(tensor: torch.Tensor) -> bool:
 def writes_in_place(operation: Any) -> bool:
     """Whether an operation that ``__torch_dispatch__`` was given writes into its first argument."""
     return operation._schema.is_mutable
+
+
+def has_comm_hook(module: DistributedDataParallel) -> bool:
+    """Whether gradients are to be averaged in a way of the user's own."""
+    return bool(module._comm_hooks)
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

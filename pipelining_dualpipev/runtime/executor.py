@@ -136,7 +136,9 @@ class Executor:
         singles = [single for action in program for single in action.singles]
         self._steps = [(actions[single.kind], single) for single in singles]
         self._split = {(s.stage, s.microbatch) for s in singles if s.kind is Kind.BACKWARD_INPUT}
-        self._trains = any(single.kind in (Kind.FULL_BACKWARD, Kind.BACKWARD_INPUT) for single in singles)
+        backwards = [s for s in singles if s.kind in (Kind.FULL_BACKWARD, Kind.BACKWARD_INPUT)]
+        self._last_backward = {single.stage: single.microbatch for single in backwards}
+        self._trains = bool(backwards)
         # What crosses into a stage, as noted in the last step in which something changed.
         self._crossing: dict[_Key, tuple[TensorMeta, ...]] = {}
         self._clear()
@@ -267,7 +269,8 @@ class Executor:
         arriving = self._gradients.pop((stage, microbatch), _Arriving(None, ()))
         if arriving.handle is not None:
             yield arriving.handle
-        gradients = self._runners[stage].backward(microbatch, arriving.tensors, split=split)
+        last = self._last_backward[stage] == microbatch
+        gradients = self._runners[stage].backward(microbatch, arriving.tensors, split=split, last=last)
         if self._placement.crosses(stage - 1):
             self._gradients_to_send[stage, microbatch] = gradients
         elif stage > 0:

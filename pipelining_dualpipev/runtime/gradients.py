@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 __all__ = ["clip_grad_norm_", "mean_loss"]
 
@@ -50,8 +52,9 @@ def mean_loss(schedule: _Pipeline, losses: Sequence[torch.Tensor]) -> torch.Tens
 def clip_grad_norm_(schedule: _Pipeline, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """Clip the gradient of the whole model, over all stages of all ranks, as torch's function does for one process.
 
-    A parameter that two stages of a rank share (tied embeddings) counts once. Collective: every rank calls it, also one
-    without gradients; all apply the same factor.
+    A parameter that two stages of a rank share (tied embeddings) counts once, and so do replicas of a stage; of a
+    parameter that is sharded (`torch.distributed.tensor.DTensor`) all shards count. Collective: every rank calls it,
+    also one without gradients; all apply the same factor.
 
     Args:
         schedule: whose stages' gradients to clip.
@@ -69,14 +72,27 @@ def clip_grad_norm_(schedule: _Pipeline, max_norm: float, norm_type: float = 2.0
         raise ValueError(
             f"max_norm is {max_norm}, norm_type {norm_type}: use a norm_type above 0, a max_norm of 0 or more"
         )
-    parameters = [parameter for parameter in schedule.parameters() if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
-    norm = norm.to(schedule.device, torch.float64)  # one type on every rank, whatever its gradients' type
+    gradients = [parameter.grad for parameter in schedule.parameters() if parameter.grad is not None]
+    norm = torch.linalg.vector_norm(torch.stack(_norms(gradients, norm_type, schedule.device)), norm_type)
     if math.isinf(norm_type):
         dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=schedule.group)
     else:
         norm = norm**norm_type
         dist.all_reduce(norm, group=schedule.group)
         norm = norm ** (1.0 / norm_type)
-    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    # As torch's own function has it.
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for gradient in gradients:
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        local.mul_(factor.to(local.device, local.dtype))
     return norm
+
+
+def _norms(gradients: Sequence[torch.Tensor], norm_type: float, device: torch.device) -> list[torch.Tensor]:
+    """A norm for each mesh that gradients are sharded over, and one for those that are not; 0 if there are none."""
+    by_mesh: dict[object, list[torch.Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        by_mesh[gradient.device_mesh if isinstance(gradient, DTensor) else None].append(gradient)
+    norms = [torch.nn.utils.get_total_norm(alike, norm_type) for alike in by_mesh.values()]
+    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    return [norm.to(device, torch.float64) for norm in whole] or [torch.zeros((), dtype=torch.float64, device=device)]

@@ -26,6 +26,7 @@ from pipelining_dualpipev.planning.actions import Order, forwards_of
 from pipelining_dualpipev.planning.lowering import lower
 from pipelining_dualpipev.planning.placement import Placement
 from pipelining_dualpipev.runtime.control import DistributedControl
+from pipelining_dualpipev.runtime.data_parallel import Replicas
 from pipelining_dualpipev.runtime.executor import Loss, Wires, drive
 from pipelining_dualpipev.runtime.microbatches import Microbatches, cut_batch, merge_outputs, take_cut
 from pipelining_dualpipev.runtime.pipeline import Pipeline
@@ -108,6 +109,7 @@ class OrderedSchedule(TorchSchedule):
             runners=self._runners,
             wires=Wires(DistributedTransport(group), control),
             required_inputs=required_inputs,
+            replicas=Replicas([stage.submod for stage in stages]),
         )
 
     # -------------------------------------------------------------------------------------------------- facts to ask

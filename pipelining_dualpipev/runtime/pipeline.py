@@ -5,6 +5,7 @@
     agree       all ranks have come, for the same kind of step, and none has an error to tell
     deliver     keyword inputs go to the stages that read them by name
     execute     the program of this kind of step; at its end the ranks compare notes
+    average     gradients over the replicas of a stage in other pipelines, where there are any
 
 All of it is one generator a step, over whatever wires it is given: a schedule drives it over torch.distributed, a test
 drives the generators of all ranks in one process.
@@ -19,6 +20,7 @@ import torch
 from pipelining_dualpipev.planning.actions import Order
 from pipelining_dualpipev.planning.placement import Placement
 from pipelining_dualpipev.runtime.control import agree
+from pipelining_dualpipev.runtime.data_parallel import Replicas
 from pipelining_dualpipev.runtime.executor import Executor, Loss, StepResult, Wires
 from pipelining_dualpipev.runtime.inputs import NamedInputs
 from pipelining_dualpipev.runtime.microbatches import Microbatches
@@ -38,6 +40,7 @@ class Pipeline:
         runners: this rank's stages by index.
         wires: to the other ranks.
         required_inputs: for each rank the keyword inputs that its stages read by name.
+        replicas: of this rank's stages in other pipelines.
     """
 
     def __init__(
@@ -49,7 +52,9 @@ class Pipeline:
         runners: dict[int, StageRunner],
         wires: Wires,
         required_inputs: Sequence[frozenset[str]],
+        replicas: Replicas | None = None,
     ) -> None:
+        self._replicas = replicas or Replicas(())
         rank = wires.transport.rank
         self._runners, self._wires = runners, wires
         self._device = next(iter(runners.values())).device
@@ -74,8 +79,21 @@ class Pipeline:
 
         Raises:
             RanksDisagreeError: on every rank, if they do not all run the same kind of step or one has an error.
-            PipelineError: on every rank, if an action of any rank raised.
+            PipelineError: on every rank, if an action of any rank raised, also in another data-parallel replica.
         """
+        try:
+            result = yield from self._step(inputs, loss, trains, keep_outputs, error)
+        except Exception:
+            if trains:
+                yield from self._replicas.end_step(failed=True)
+            raise
+        if trains:
+            yield from self._replicas.end_step(failed=False)
+        return result
+
+    def _step(
+        self, inputs: Microbatches, loss: Loss | None, trains: bool, keep_outputs: bool, error: Exception | None
+    ) -> Generator[Handle, None, StepResult]:
         signature = (inputs.signature(), self._state())
         announce = yield from agree(
             self._wires.control,

@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
-from torch.nn.parallel import DistributedDataParallel
 
+from pipelining_dualpipev._torch import has_comm_hook
 from pipelining_dualpipev.errors import RanksDisagreeError
 from pipelining_dualpipev.planning.actions import Order
 from pipelining_dualpipev.planning.placement import Placement
 from pipelining_dualpipev.runtime.control import Control, digest_of
+from pipelining_dualpipev.runtime.data_parallel import replicated_modules, stage_module
 
 __all__ = ["agree_on_setup"]
 
@@ -74,17 +74,17 @@ def agree_on_setup(
             problems += _misplaced(stages, placement, control.rank)
         except ValueError as error:
             problems.append(str(error))
-    problems += _unsupported(stages)
+    problems += _unsupported(stages) + _untied(stages)
     if loss_fn is not None and not callable(loss_fn):
         problems.append(f"loss_fn is a {type(loss_fn).__name__}: give a function of (output, target)")
-    required = [getattr(stage.submod, "required_inputs", None) or () for stage in stages]
+    required = [getattr(stage_module(stage.submod), "required_inputs", None) or () for stage in stages]
     reply = control.gather(
         _Setup(
             n_microbatches=n_microbatches,
             scale_grads=scale_grads,
             has_loss_fn=loss_fn is not None,
             order=digest_of(order),
-            split=digest_of(*sorted({getattr(stage.submod, "split_description", "") for stage in stages})),
+            split=digest_of(*sorted({getattr(stage_module(s.submod), "split_description", "") for s in stages})),
             required_inputs=frozenset().union(*required),
             problems=problems,
         )
@@ -129,9 +129,25 @@ def _stages(indices: Sequence[int]) -> str:
 
 def _unsupported(stages: Sequence[PipelineStage]) -> list[str]:
     return [
-        f"{name} is wrapped for data parallelism ({type(module).__name__}), which does not yet know when a step's last "
-        "backward is: average the gradients over the data-parallel group after step() instead"
+        f"stage {stage.stage_index} has a DistributedDataParallel{f' ({name})' if name else ''} with a communication "
+        "hook, which would have to be called once a backward: gradients are averaged once a step here. Leave it out"
         for stage in stages
-        for name, module in stage.submod.named_modules(prefix=f"stage {stage.stage_index}")
-        if isinstance(module, (DistributedDataParallel, FSDPModule))
+        for name, module in replicated_modules(stage.submod)
+        if has_comm_hook(module)
     ]
+
+
+def _untied(stages: Sequence[PipelineStage]) -> list[str]:
+    """Parameters that two of the stages are to share, and no longer do: each would get its part of the gradient."""
+    first: dict[str, tuple[int, Any]] = {}
+    problems = []
+    for stage in stages:
+        tied = getattr(stage_module(stage.submod), "tied_parameters", None) or {}
+        for name, parameter in tied.items():
+            other, shared = first.setdefault(name, (stage.stage_index, parameter))
+            if shared is not parameter:
+                problems.append(
+                    f"{name} is tied between stages {other} and {stage.stage_index}, but is a parameter of its own in "
+                    "each: wrap neither of the modules that hold it in fully_shard, or untie the model before the split"
+                )
+    return problems

@@ -22,6 +22,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
 
+from pipelining_dualpipev.runtime.data_parallel import DataParallelStage, stage_module
 from pipelining_dualpipev.runtime.weight_grad import AllInInput, FromBuilder, WeightGradients
 
 __all__ = ["StageRunner", "TensorMeta", "metas_of"]
@@ -59,9 +60,11 @@ class StageRunner:
         self.is_last: bool = stage.stage_index == stage.num_stages - 1
         self.module: torch.nn.Module = stage.submod
         self.device = torch.device(stage.device)
-        self.required_inputs: tuple[str, ...] | None = getattr(stage.submod, "required_inputs", None)
+        own = stage_module(stage.submod)
+        self.required_inputs: tuple[str, ...] | None = getattr(own, "required_inputs", None)
         builder = stage.dw_builder
-        self._accepted_inputs: frozenset[str] | None = getattr(stage.submod, "accepted_inputs", None)
+        self._accepted_inputs: frozenset[str] | None = getattr(own, "accepted_inputs", None)
+        self._data_parallel = DataParallelStage(stage.submod)
         self._weight_gradients: WeightGradients = FromBuilder(builder) if builder else AllInInput()
         self._in_flight: dict[int, _InFlight] = {}
         self._put_off: dict[int, Callable[[], None]] = {}
@@ -101,7 +104,7 @@ class StageRunner:
             split: whether that backward will be split into I and W.
         """
         deferring = self._weight_gradients.deferring() if split else nullcontext()
-        with torch.set_grad_enabled(grad), deferring:
+        with torch.set_grad_enabled(grad), self._data_parallel.forward(), deferring:
             return self.module(*args, **kwargs)
 
     def output_tensors(self, output: Any) -> tuple[torch.Tensor, ...]:
@@ -127,7 +130,7 @@ class StageRunner:
         )
 
     def backward(
-        self, microbatch: int, gradients: Sequence[torch.Tensor | None], *, split: bool = False
+        self, microbatch: int, gradients: Sequence[torch.Tensor | None], *, split: bool = False, last: bool = False
     ) -> list[torch.Tensor | None]:
         """Run the backward of ``microbatch``: all of it, or its input gradient if ``split``.
 
@@ -135,12 +138,14 @@ class StageRunner:
             microbatch: which.
             gradients: of those outputs that require grad, in order; None where there is none.
             split: put the weight gradients off until `backward_weight`.
+            last: whether it is the step's last backward of this stage.
 
         Returns:
             The gradients of those received tensors that require grad, in order; None where the stage did not use one.
         """
         leaves, edges = self._in_flight.pop(microbatch)
         roots = [(edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if gradient is not None]
+        self._data_parallel.before_backward(last=last)
         if roots:
             with self._weight_gradients.deferring() if split else nullcontext():
                 torch.autograd.backward([edge for edge, _ in roots], [gradient for _, gradient in roots])
