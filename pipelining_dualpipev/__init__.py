@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pipelining_dualpipev.errors import PipelineError, RanksDisagreeError, ScheduleError, SplitError
     from pipelining_dualpipev.planning.placement import stage_indices
-    from pipelining_dualpipev.runtime.gradients import clip_grad_norm_, mean_loss
+    from pipelining_dualpipev.runtime.gradients import clip_grad_norm_, inject_loss, mean_loss
     from pipelining_dualpipev.schedule import ScheduleDualPipeV, ScheduleFromOrder
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "stage_indices",
     "mean_loss",
     "clip_grad_norm_",
+    "inject_loss",
     "PipelineError",
     "RanksDisagreeError",
     "ScheduleError",
@@ -33,6 +34,7 @@ _HOME = {
     "stage_indices": "planning.placement",
     "mean_loss": "runtime.gradients",
     "clip_grad_norm_": "runtime.gradients",
+    "inject_loss": "runtime.gradients",
     "PipelineError": "errors",
     "RanksDisagreeError": "errors",
     "ScheduleError": "errors",

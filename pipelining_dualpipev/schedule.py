@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 
@@ -39,8 +40,9 @@ class ScheduleDualPipeV(OrderedSchedule):
             was passed to ``step`` on its own rank, as torch does. An attribute ``accepted_inputs`` names all that a
             step may give.
         n_microbatches: microbatches in a step, 1 or more; also fewer than there are stages.
-        loss_fn: ``loss_fn(output, target, **loss_kwargs)`` gives one microbatch's loss, one number. It is called on
-            rank 0, which holds the last stage. Without it steps run forward only. If it has a method
+        loss_fn: ``loss_fn(output, target, **loss_kwargs)`` gives one microbatch's loss, one number, or a tuple of it
+            and of metrics, which the attribute ``metrics`` has after the step, detached and by microbatch. It is called
+            on rank 0, which holds the last stage. Without it steps run forward only. If it has a method
             ``prepare(targets)``, that is called once a step before anything is computed, with every microbatch's
             target. If it has an attribute ``target_input``, the keyword input of that name is the target.
         args_chunk_spec: how to cut positional inputs into microbatches; by default along dimension 0.
@@ -50,6 +52,9 @@ class ScheduleDualPipeV(OrderedSchedule):
             the loss that is scaled, at the start of each backward. False where ``loss_fn`` gives a share of a sum.
         backward_requires_autograd: accepted for torch's sake; a training step always needs gradients enabled.
         defer_pp_recv: must be False. Moving receives on their own makes ranks disagree about whose message is next.
+        grad_scaler: for float16: its scale multiplies the gradient that each backward begins with. Reported losses are
+            not scaled. As all ranks have to skip a step in which one has found an overflow, it is torch's
+            ``ShardedGradScaler`` (of ``torch.distributed.fsdp.sharded_grad_scaler``) over the pipeline's group.
 
     Raises:
         ValueError: on every rank, if any rank's stages or arguments do not fit, saying which and what would.
@@ -66,6 +71,8 @@ class ScheduleDualPipeV(OrderedSchedule):
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
         defer_pp_recv: bool = False,
+        *,
+        grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         def planner(num_ranks: int) -> tuple[Order, Placement]:
             return dualpipev_order(num_ranks, n_microbatches), Placement.v(num_ranks)
@@ -85,6 +92,7 @@ class ScheduleDualPipeV(OrderedSchedule):
             kwargs_chunk_spec=kwargs_chunk_spec,
             output_merge_spec=output_merge_spec,
             scale_grads=scale_grads,
+            grad_scaler=grad_scaler,
             problem=problem,
         )
 
@@ -106,6 +114,7 @@ class ScheduleFromOrder(OrderedSchedule):
         kwargs_chunk_spec: as for `ScheduleDualPipeV`.
         output_merge_spec: as for `ScheduleDualPipeV`.
         scale_grads: as for `ScheduleDualPipeV`.
+        grad_scaler: as for `ScheduleDualPipeV`.
 
     Raises:
         ValueError: on every rank, if the order breaks a law (naming it, the rank, the position and the action), or if
@@ -124,6 +133,7 @@ class ScheduleFromOrder(OrderedSchedule):
         kwargs_chunk_spec: dict[str, TensorChunkSpec] | None = None,
         output_merge_spec: dict[str, Any] | tuple[Any] | None = None,
         scale_grads: bool = True,
+        grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         def planner(num_ranks: int) -> tuple[Order, Placement]:
             read = read_order(order)
@@ -144,4 +154,5 @@ class ScheduleFromOrder(OrderedSchedule):
             kwargs_chunk_spec=kwargs_chunk_spec,
             output_merge_spec=output_merge_spec,
             scale_grads=scale_grads,
+            grad_scaler=grad_scaler,
         )

@@ -42,6 +42,7 @@ from pipelining_dualpipev.errors import PipelineError
 from pipelining_dualpipev.planning.actions import Action, Kind
 from pipelining_dualpipev.planning.placement import Placement
 from pipelining_dualpipev.runtime.control import Control
+from pipelining_dualpipev.runtime.gradients import Seed
 from pipelining_dualpipev.runtime.microbatches import Microbatches
 from pipelining_dualpipev.runtime.stage import StageRunner, TensorMeta, metas_of
 from pipelining_dualpipev.runtime.transport import Handle, Transport
@@ -86,11 +87,10 @@ class Failure:
 
 @dataclass(frozen=True)
 class Loss:
-    """How the last stage's output becomes a loss, and the gradient its backward begins with."""
+    """How the last stage's output becomes a loss."""
 
     function: Callable[..., Any]
     kwargs: dict[str, Any]
-    scale: float
 
 
 @dataclass
@@ -98,7 +98,13 @@ class StepResult:
     """What the last stage's rank has of a step, by microbatch; empty elsewhere."""
 
     losses: list[torch.Tensor] = field(default_factory=list)
+    metrics: list[Any] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
+
+
+def _detached(tree: Any) -> Any:
+    """The same with all its tensors detached."""
+    return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, tree)
 
 
 class _Arriving(NamedTuple):
@@ -155,13 +161,14 @@ class Executor:
             runner.forget()
 
     def run(
-        self, inputs: Microbatches, loss: Loss | None, *, announce: bool, keep_outputs: bool
+        self, inputs: Microbatches, loss: Loss | None, seed: Seed, *, announce: bool, keep_outputs: bool
     ) -> Generator[Handle, None, StepResult]:
         """One step.
 
         Args:
             inputs: this rank's microbatches; positional ones are read by the first stage, targets by the last.
             loss: None where only outputs are wanted.
+            seed: of a backward; known on every rank.
             announce: something may have changed, so shapes travel ahead of tensors; the same on every rank.
             keep_outputs: whether the result has the last stage's outputs (detached).
 
@@ -169,7 +176,9 @@ class Executor:
             PipelineError: on every rank, if an action of any rank raised; its exception is the cause where it did.
         """
         self._clear()
-        self._inputs, self._loss = inputs, loss
+        self._inputs, self._loss, self._seed = inputs, loss, seed
+        for runner in self._runners.values():
+            runner.seed = seed
         self._announce, self._keep_outputs = announce, keep_outputs
         for do, action in self._steps:
             if self._failure is not None and not action.kind.is_communication:
@@ -234,22 +243,25 @@ class Executor:
     def _finish_output(self, output: Any, microbatch: int) -> tuple[torch.Tensor, ...]:
         """Loss and output of the last stage; returns where the backward begins."""
         if self._keep_outputs:
-            self._result.outputs.append(pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output))
+            self._result.outputs.append(_detached(output))
         if self._loss is None:
             return ()
         target = self._inputs.targets[microbatch] if self._inputs.targets is not None else None
         with torch.set_grad_enabled(self._trains):
             value = self._loss.function(output, target, **self._loss.kwargs)
+        if isinstance(value, tuple) and len(value) == 2:
+            value, metrics = value
+            self._result.metrics.append(_detached(metrics))
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             shape = f" of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
             raise ValueError(
                 f"loss_fn returned a {type(value).__name__}{shape} for microbatch {microbatch}: return one number, a "
-                "tensor with 1 element"
+                "tensor with 1 element, or a tuple of it and of metrics"
             )
-        self._result.losses.append(value.detach())
+        self._result.losses.append(value.detach().clone())  # a view would keep all of what it is a view of
         if value.requires_grad:
-            seed = torch.full_like(value, self._loss.scale)
-            self._gradients[self._placement.num_stages - 1, microbatch] = _Arriving(None, [seed])
+            last_stage = self._placement.num_stages - 1
+            self._gradients[last_stage, microbatch] = _Arriving(None, [self._seed(value.detach())])
         return (value,)
 
     def _hand_on(self, stage: int, microbatch: int, outputs: Sequence[torch.Tensor]) -> None:

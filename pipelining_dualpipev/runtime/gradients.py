@@ -1,17 +1,84 @@
-"""What concerns the gradients and losses of all ranks together: the norm, clipping, the batch's loss."""
+"""What concerns the gradients and losses of all ranks together: the norm, clipping, the batch's loss, added losses.
+
+The gradient of a step is that of the mean of n microbatch losses, so each backward begins not with 1 but with a *seed*
+of 1/n, times a `GradScaler`'s scale where there is one. A loss that is added in a middle stage has to begin with the
+same seed. That stage is on another rank and does not see the last stage's loss, but every rank knows the seed::
+
+    stage 3   x = inject_loss(x, router_loss) ---> x ---> ... ---> stage 7   loss
+              backward: dx passes, router_loss gets the seed <---- dx <----  the seed
+"""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-__all__ = ["clip_grad_norm_", "mean_loss"]
+__all__ = ["Seed", "clip_grad_norm_", "inject_loss", "mean_loss", "one", "seeding"]
+
+Seed = Callable[[torch.Tensor], torch.Tensor]
+"""Gives the gradient that the backward of a loss begins with."""
+
+
+def one(loss: torch.Tensor) -> torch.Tensor:
+    """The seed of a loss whose backward is run as it is, as outside of a schedule."""
+    return torch.ones_like(loss)
+
+
+_seed: ContextVar[Seed] = ContextVar("the seed of the step that is running", default=one)
+
+
+@contextmanager
+def seeding(seed: Seed) -> Iterator[None]:
+    """Let `inject_loss` use this seed; entered around forwards, and around backwards, where checkpoints run again."""
+    token = _seed.set(seed)
+    try:
+        yield
+    finally:
+        _seed.reset(token)
+
+
+class _InjectLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        ctx.seed = _seed.get()(loss)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return grad, ctx.seed
+
+
+def inject_loss(x: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    """Add a loss that a stage in the middle of the model has computed (of a mixture's router, say) to the step's loss.
+
+    Each microbatch's is weighted as its main loss is: the step's gradient is that of ``mean(losses) + mean(injected)``,
+    or of the sums with ``scale_grads=False``. An autograd function of one's own that returns a gradient for such a
+    loss does not see these weights: torch's schedules divide all gradients in the end, this one scales the losses in
+    the beginning. Reported losses do not contain it.
+
+    Outside of a schedule ``loss`` counts once for each backward that goes through ``x``, whatever that begins with.
+
+    Args:
+        x: any tensor on the way to the model's output; the loss counts when a gradient comes back through it.
+        loss: one number, of any shape with 1 element.
+
+    Returns:
+        ``x``, to be used in its place.
+
+    Raises:
+        ValueError: if ``loss`` is not one number.
+    """
+    if loss.numel() != 1:
+        raise ValueError(f"the injected loss has shape {list(loss.shape)}: give one number, a tensor with 1 element")
+    return _InjectLoss.apply(x, loss) if torch.is_grad_enabled() else x
 
 
 class _Pipeline(Protocol):

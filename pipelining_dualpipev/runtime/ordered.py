@@ -57,7 +57,14 @@ class _Given:
 
 
 class OrderedSchedule(TorchSchedule):
-    """A schedule that runs the order that ``planner`` gives; sub-classes say where it comes from."""
+    """A schedule that runs the order that ``planner`` gives; sub-classes say where it comes from.
+
+    Attributes:
+        group: the pipeline's process group.
+        device: where this rank's stages are.
+        rank: this rank in the group.
+        metrics: of the last step, what ``loss_fn`` has returned beside the loss, by microbatch; empty on other ranks.
+    """
 
     def __init__(
         self,
@@ -70,6 +77,7 @@ class OrderedSchedule(TorchSchedule):
         kwargs_chunk_spec: dict[str, TensorChunkSpec] | None,
         output_merge_spec: dict[str, Any] | tuple[Any] | None,
         scale_grads: bool,
+        grad_scaler: torch.amp.GradScaler | None,
         problem: str | None = None,
     ) -> None:
         stages = sorted(stages, key=lambda stage: stage.stage_index)
@@ -78,7 +86,7 @@ class OrderedSchedule(TorchSchedule):
         group = stages[0].group
         control = DistributedControl(group)
         order, placement, required_inputs = agree_on_setup(
-            control, planner, stages, n_microbatches, loss_fn, scale_grads=scale_grads, problem=problem
+            control, planner, stages, n_microbatches, loss_fn, grad_scaler, scale_grads=scale_grads, problem=problem
         )
         super().__init__(
             stages,
@@ -93,6 +101,8 @@ class OrderedSchedule(TorchSchedule):
         self.group = group
         self.device = torch.device(stages[0].device)
         self.rank = control.rank
+        self.metrics: list[Any] = []
+        self._grad_scaler = grad_scaler
         self._placement = placement
         self._runners = {stage.stage_index: StageRunner(stage) for stage in stages}
         if self.device.type != "cpu":
@@ -216,7 +226,12 @@ class OrderedSchedule(TorchSchedule):
         except Exception as wrong:  # it is raised once the other ranks have been told
             error = wrong
         keep_outputs = return_outputs and self.has_last_stage
-        result = drive(self._pipeline.step(inputs, loss, trains=trains, keep_outputs=keep_outputs, error=error))
+        if trains:
+            self._seed(torch.ones((), device=self.device))  # a scaler begins with its first use, on every rank
+        result = drive(
+            self._pipeline.step(inputs, loss, self._seed, trains=trains, keep_outputs=keep_outputs, error=error)
+        )
+        self.metrics = result.metrics
         if losses is not None and self.has_last_stage:
             losses[:] = result.losses
         if result.outputs:
@@ -250,4 +265,8 @@ class OrderedSchedule(TorchSchedule):
         prepare = getattr(self.loss_fn, "prepare", None)
         if prepare is not None:
             prepare(inputs.targets)
-        return Loss(self.loss_fn, loss_kwargs, 1.0 / self.n_microbatches if self.scale_grads else 1.0)
+        return Loss(self.loss_fn, loss_kwargs)
+
+    def _seed(self, loss: torch.Tensor) -> torch.Tensor:
+        seed = torch.full_like(loss, 1.0 / self.n_microbatches if self.scale_grads else 1.0)
+        return seed if self._grad_scaler is None else self._grad_scaler.scale(seed).to(loss.dtype)

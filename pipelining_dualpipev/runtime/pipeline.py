@@ -22,6 +22,7 @@ from pipelining_dualpipev.planning.placement import Placement
 from pipelining_dualpipev.runtime.control import agree
 from pipelining_dualpipev.runtime.data_parallel import Replicas
 from pipelining_dualpipev.runtime.executor import Executor, Loss, StepResult, Wires
+from pipelining_dualpipev.runtime.gradients import Seed, one
 from pipelining_dualpipev.runtime.inputs import NamedInputs
 from pipelining_dualpipev.runtime.microbatches import Microbatches
 from pipelining_dualpipev.runtime.stage import StageRunner
@@ -70,6 +71,7 @@ class Pipeline:
         self,
         inputs: Microbatches,
         loss: Loss | None,
+        seed: Seed = one,
         *,
         trains: bool,
         keep_outputs: bool,
@@ -82,7 +84,7 @@ class Pipeline:
             PipelineError: on every rank, if an action of any rank raised, also in another data-parallel replica.
         """
         try:
-            result = yield from self._step(inputs, loss, trains, keep_outputs, error)
+            result = yield from self._step(inputs, loss, seed, trains, keep_outputs, error)
         except Exception:
             if trains:
                 yield from self._replicas.end_step(failed=True)
@@ -92,7 +94,13 @@ class Pipeline:
         return result
 
     def _step(
-        self, inputs: Microbatches, loss: Loss | None, trains: bool, keep_outputs: bool, error: Exception | None
+        self,
+        inputs: Microbatches,
+        loss: Loss | None,
+        seed: Seed,
+        trains: bool,
+        keep_outputs: bool,
+        error: Exception | None,
     ) -> Generator[Handle, None, StepResult]:
         signature = (inputs.signature(), self._state())
         announce = yield from agree(
@@ -104,7 +112,9 @@ class Pipeline:
         # Should the step fail, the ranks' notes about each other's shapes may differ: the next one announces again.
         self._last.pop(trains, None)
         inputs = yield from self._named_inputs.deliver(inputs, announce=announce)
-        result = yield from self._executors[trains].run(inputs, loss, announce=announce, keep_outputs=keep_outputs)
+        result = yield from self._executors[trains].run(
+            inputs, loss, seed, announce=announce, keep_outputs=keep_outputs
+        )
         self._last[trains] = signature
         return result
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.pipelining import PipelineStage
 
 from pipelining_dualpipev._torch import has_comm_hook
@@ -41,6 +42,7 @@ def agree_on_setup(
     stages: Sequence[PipelineStage],
     n_microbatches: int,
     loss_fn: Callable[..., Any] | None,
+    grad_scaler: Any,
     *,
     scale_grads: bool,
     problem: str | None = None,
@@ -53,6 +55,7 @@ def agree_on_setup(
         stages: this rank's stages, lowest index first.
         n_microbatches: microbatches in a step.
         loss_fn: the loss function or None.
+        grad_scaler: the schedule's argument.
         scale_grads: the schedule's argument.
         problem: what is already known to be wrong on this rank.
 
@@ -77,6 +80,12 @@ def agree_on_setup(
     problems += _unsupported(stages) + _untied(stages)
     if loss_fn is not None and not callable(loss_fn):
         problems.append(f"loss_fn is a {type(loss_fn).__name__}: give a function of (output, target)")
+    if grad_scaler is not None and control.num_ranks > 1 and not isinstance(grad_scaler, ShardedGradScaler):
+        problems.append(
+            f"grad_scaler is a {type(grad_scaler).__name__}, which would skip a step on the rank that has found an "
+            "overflow and not on the others: use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler with the "
+            "pipeline's process_group"
+        )
     required = [getattr(stage_module(stage.submod), "required_inputs", None) or () for stage in stages]
     reply = control.gather(
         _Setup(

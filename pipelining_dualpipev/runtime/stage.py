@@ -15,7 +15,7 @@ storage is free once it is sent, unless the stage's own graph has saved it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
 
 from pipelining_dualpipev.runtime.data_parallel import DataParallelStage, stage_module
+from pipelining_dualpipev.runtime.gradients import Seed, one, seeding
 from pipelining_dualpipev.runtime.weight_grad import AllInInput, FromBuilder, WeightGradients
 
 __all__ = ["StageRunner", "TensorMeta", "metas_of"]
@@ -45,6 +46,13 @@ def metas_of(tensors: Sequence[torch.Tensor]) -> tuple[TensorMeta, ...]:
     return tuple(TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in tensors)
 
 
+def _without_autocast(device_type: str) -> AbstractContextManager[object]:
+    """For a backward: its operations have the types of their forwards, whatever the caller of the step has entered."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
+
+
 class _InFlight(NamedTuple):
     """A microbatch between its forward and its backward: where gradients come in and where they go out."""
 
@@ -53,7 +61,11 @@ class _InFlight(NamedTuple):
 
 
 class StageRunner:
-    """Runs one `PipelineStage`, of which it reads the module, the index and ``dw_builder``."""
+    """Runs one `PipelineStage`, of which it reads the module, the index and ``dw_builder``.
+
+    Attributes:
+        seed: of the step that is running, for losses that the stage injects.
+    """
 
     def __init__(self, stage: PipelineStage) -> None:
         self.index: int = stage.stage_index
@@ -66,6 +78,7 @@ class StageRunner:
         self._accepted_inputs: frozenset[str] | None = getattr(own, "accepted_inputs", None)
         self._data_parallel = DataParallelStage(stage.submod)
         self._weight_gradients: WeightGradients = FromBuilder(builder) if builder else AllInInput()
+        self.seed: Seed = one
         self._in_flight: dict[int, _InFlight] = {}
         self._put_off: dict[int, Callable[[], None]] = {}
 
@@ -104,7 +117,7 @@ class StageRunner:
             split: whether that backward will be split into I and W.
         """
         deferring = self._weight_gradients.deferring() if split else nullcontext()
-        with torch.set_grad_enabled(grad), self._data_parallel.forward(), deferring:
+        with torch.set_grad_enabled(grad), seeding(self.seed), self._data_parallel.forward(), deferring:
             return self.module(*args, **kwargs)
 
     def output_tensors(self, output: Any) -> tuple[torch.Tensor, ...]:
@@ -147,7 +160,8 @@ class StageRunner:
         roots = [(edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if gradient is not None]
         self._data_parallel.before_backward(last=last)
         if roots:
-            with self._weight_gradients.deferring() if split else nullcontext():
+            deferring = self._weight_gradients.deferring() if split else nullcontext()
+            with seeding(self.seed), _without_autocast(self.device.type), deferring:
                 torch.autograd.backward([edge for edge, _ in roots], [gradient for _, gradient in roots])
         work = self._weight_gradients.take()
         if split:

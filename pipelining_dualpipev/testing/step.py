@@ -143,12 +143,13 @@ class LocalPipeline:
         given = [Microbatches.none(n) for _ in self._pipelines]
         given[rank_of[0]] = Microbatches([(mb,) for mb in inputs], [{}] * n, None)
         given[rank_of[-1]] = Microbatches(given[rank_of[-1]].args, [{}] * n, targets)
-        loss = Loss(_mean_square, {}, 1.0 / n)
+        loss = Loss(_mean_square, {})
         return self._run(
             [
                 pipeline.step(
                     given[rank],
                     loss if rank == rank_of[-1] else None,
+                    lambda loss: torch.full_like(loss, 1.0 / n),
                     trains=trains,
                     keep_outputs=rank == rank_of[-1],
                     error=(errors or {}).get(rank),

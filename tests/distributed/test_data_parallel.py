@@ -22,8 +22,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipelining_dualpipev import PipelineError, ScheduleDualPipeV, clip_grad_norm_, stage_indices
+from pipelining_dualpipev import PipelineError, ScheduleDualPipeV, clip_grad_norm_, mean_loss, stage_indices
+from pipelining_dualpipev.models import split
 from tests.distributed.stacks import assert_close, make_batch, make_layers, mean_square
+from tests.models import zoo
+from tests.models.chain import unsplit_step
 
 PIPELINES, REPLICAS = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
 
@@ -284,3 +287,49 @@ def communication_hook() -> None:
 def test_a_communication_hook_is_refused_by_name(ranks):
     for raised in ranks(4).run_expecting_errors(communication_hook):
         assert "rank 0: stage 0 has a DistributedDataParallel with a communication hook" in raised.message
+
+
+def split_model(name: str, how: str) -> None:
+    groups = [[dist.new_group(members) for members in kind] for kind in (PIPELINES, REPLICAS)]
+    pipeline, replicas = (
+        next(g for g, m in zip(made, kind, strict=True) if dist.get_rank() in m)
+        for made, kind in zip(groups, (PIPELINES, REPLICAS), strict=True)
+    )
+    n, batch = 3, zoo.make_batch(12)
+    loss, expected = unsplit_step(zoo.make_model(name), batch)
+    parts = split(zoo.make_model(name), pipeline, example=zoo.make_batch(2), device="cpu", dp_group=replicas)
+    for stage in parts.stages:
+        if how == "fully_shard":
+            mesh = DeviceMesh.from_group(replicas, "cpu")
+            for layer in stage.submod.model.model.layers:
+                if dict(layer.named_parameters()):
+                    fully_shard(layer, mesh=mesh)
+            fully_shard(stage.submod, mesh=mesh)
+        else:
+            stage.submod = DistributedDataParallel(stage.submod, process_group=replicas)
+    schedule = ScheduleDualPipeV(parts.stages, n, parts.loss_fn)
+    mine = {key: value.chunk(2)[dist.get_rank(replicas)] for key, value in batch.items()}
+    losses: list[torch.Tensor] = []
+    for number in (1, 2):
+        if dist.get_rank(pipeline) == 0:
+            schedule.step(losses=losses, return_outputs=False, **mine)
+        else:
+            schedule.step()
+        mean = mean_loss(schedule, losses)
+        dist.all_reduce(mean, group=replicas)
+        assert abs(mean / 2 - loss) <= zoo.CASTS_TO_FP32 * loss
+        for parameter_name, parameter in parts.named_parameters():
+            grad = parameter.grad.full_tensor() if how == "fully_shard" else parameter.grad
+            assert_close([grad], [number * expected[parameter_name]], zoo.CASTS_TO_FP32, parameter_name)
+
+
+def test_a_split_model_under_data_parallelism_counts_the_labels_of_all_replicas(ranks):
+    ranks(4).run(split_model, "llama", "DDP")
+    ranks(4).run(split_model, "llama tied", "DDP")
+    ranks(4).run(split_model, "llama", "fully_shard")
+
+
+def test_tied_weights_that_are_sharded_apart_are_refused(ranks):
+    for raised in ranks(4).run_expecting_errors(split_model, "llama tied", "fully_shard"):
+        assert raised.type == "ValueError"
+        assert "model.embed_tokens.weight is tied between stages 0 and 3" in raised.message
