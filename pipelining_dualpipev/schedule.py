@@ -52,6 +52,11 @@ class ScheduleDualPipeV(OrderedSchedule):
             the loss that is scaled, at the start of each backward. False where ``loss_fn`` gives a share of a sum.
         backward_requires_autograd: accepted for torch's sake; a training step always needs gradients enabled.
         defer_pp_recv: must be False. Moving receives on their own makes ranks disagree about whose message is next.
+        max_active_stages: accepted for torch's sake, as are the next two: ``fully_shard``'s own hooks gather a stage's
+            parameters, once a step as under torch's schedules,
+        unshard_lookahead: and prefetch as it is told to;
+        defer_reduce_grad_wait: its reductions are waited for at the end of the backward that starts them.
+        max_outstanding_sends: accepted: a sent tensor is dropped as soon as its receiver is known to have it.
         grad_scaler: for float16: its scale multiplies the gradient that each backward begins with. Reported losses are
             not scaled. As all ranks have to skip a step in which one has found an overflow, it is torch's
             ``ShardedGradScaler`` (of ``torch.distributed.fsdp.sharded_grad_scaler``) over the pipeline's group.
@@ -72,6 +77,10 @@ class ScheduleDualPipeV(OrderedSchedule):
         backward_requires_autograd: bool = True,
         defer_pp_recv: bool = False,
         *,
+        max_active_stages: int | None = None,
+        unshard_lookahead: int | None = None,
+        max_outstanding_sends: int | None = None,
+        defer_reduce_grad_wait: bool = False,
         grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         def planner(num_ranks: int) -> tuple[Order, Placement]:

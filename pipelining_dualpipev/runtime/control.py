@@ -1,12 +1,13 @@
 """What ranks tell each other beside tensors.
 
-Before a step computes anything its ranks agree, by one all-reduce of three integers::
+Before a step computes anything its ranks agree, by one all-reduce of five integers::
 
-    [digest, -digest, flag]  --MAX-->  digest equal on all ranks  <=>  max(digest) == -max(-digest)
+    [digest, -digest, given, -given, flag]  --MAX-->  digest equal on all ranks  <=>  max(digest) == -max(-digest)
 
-*digest* stands for what must be the same everywhere (train or eval, say). *flag* is 0 where all is as in the step
-before, 1 where something may have changed (a new shape), 2 where this rank cannot run the step at all. Only when it
-does not come out even are words exchanged, and then every rank raises the same.
+*digest* stands for what must be the same everywhere (train or eval, say), *given* for what must be the same on those
+ranks that have it (keyword inputs); the others put in the least there is, twice, which no maximum notices. *flag* is
+0 where all is as in the step before, 1 where something may have changed (a new shape), 2 where this rank cannot run the
+step at all. Only when it does not come out even are words exchanged, and then every rank raises the same.
 
 Small objects also travel ahead of tensors (their shapes, when these are new). All of it goes over a gloo group of our
 own, so nothing here waits for a device.
@@ -32,6 +33,7 @@ __all__ = ["Control", "DistributedControl", "Reply", "agree", "digest_of"]
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
+_LARGE = 2**62  # more than any digest
 _SAME, _CHANGED, _UNABLE = 0, 1, 2
 
 
@@ -74,42 +76,54 @@ def digest_of(*things: object) -> int:
 
 
 def agree(
-    control: Control, facts: dict[str, object], *, changed: bool, error: Exception | None = None
+    control: Control,
+    facts: dict[str, object],
+    given: dict[str, object] | None = None,
+    *,
+    changed: bool,
+    error: Exception | None = None,
 ) -> Generator[Handle, None, bool]:
     """Yield until all ranks have come; then return whether anything changed on any of them.
 
     Args:
         control: this rank's line to the others.
         facts: what must be the same on all ranks, by the name it is reported under.
+        given: what must be the same on all ranks that have any, in the same form.
         changed: whether something this rank knows of differs from the step before.
         error: why this rank cannot run the step. It is raised here as it is, and told to all other ranks.
 
     Raises:
         RanksDisagreeError: on every rank, if the facts differ or another rank has an error.
     """
-    digest = digest_of(facts)
-    reply = control.all_max([digest, -digest, _UNABLE if error else int(changed)])
+    digest, digest_given = digest_of(facts), digest_of(given)
+    all_given = [digest_given, -digest_given] if given else [-_LARGE, -_LARGE]
+    reply = control.all_max([digest, -digest, *all_given, _UNABLE if error else int(changed)])
     yield reply
-    highest, minus_lowest, flag = reply.result
-    if flag != _UNABLE and highest == -minus_lowest:
+    highest, minus_lowest, highest_given, minus_lowest_given, flag = reply.result
+    nobody_has = highest_given == -_LARGE
+    if flag != _UNABLE and highest == -minus_lowest and (nobody_has or highest_given == -minus_lowest_given):
         return flag == _CHANGED
-    words = control.gather((facts, str(error) if error else None))
+    words = control.gather((facts, given, str(error) if error else None))
     yield words
     if error:
         raise error
     raise RanksDisagreeError(_disagreement(words.result))
 
 
-def _disagreement(words: list[tuple[dict[str, object], str | None]]) -> str:
-    errors = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(words) if error]
+def _disagreement(words: list[tuple[dict[str, object], dict[str, object] | None, str | None]]) -> str:
+    errors = [f"rank {rank}: {error}" for rank, (_, _, error) in enumerate(words) if error]
     if errors:
         return "; ".join(errors)
-    all_facts = [facts for facts, _ in words]
-    names = [name for name in all_facts[0] if any(facts.get(name) != all_facts[0][name] for facts in all_facts)]
-    lines = [
-        f"{name}: {', '.join(f'rank {rank} has {facts.get(name)}' for rank, facts in enumerate(all_facts))}"
-        for name in names
-    ]
+    lines = []
+    for all_facts in (
+        {rank: facts for rank, (facts, _, _) in enumerate(words)},
+        {rank: given for rank, (_, given, _) in enumerate(words) if given},
+    ):
+        names = dict.fromkeys(name for facts in all_facts.values() for name in facts)
+        for name in names:
+            values = {rank: facts.get(name) for rank, facts in all_facts.items()}
+            if len(set(map(repr, values.values()))) > 1:
+                lines.append(f"{name}: {', '.join(f'rank {rank} has {value}' for rank, value in values.items())}")
     return f"the ranks of this pipeline do not agree. {'; '.join(lines)}. Give the same on every rank"
 
 

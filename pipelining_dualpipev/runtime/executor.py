@@ -161,7 +161,7 @@ class Executor:
             runner.forget()
 
     def run(
-        self, inputs: Microbatches, loss: Loss | None, seed: Seed, *, announce: bool, keep_outputs: bool
+        self, inputs: Microbatches, loss: Loss | None, seed: Seed, *, announce: bool, keep_outputs: bool, finalize: bool
     ) -> Generator[Handle, None, StepResult]:
         """One step.
 
@@ -171,6 +171,7 @@ class Executor:
             seed: of a backward; known on every rank.
             announce: something may have changed, so shapes travel ahead of tensors; the same on every rank.
             keep_outputs: whether the result has the last stage's outputs (detached).
+            finalize: whether each stage's last backward is to reduce its gradients, if the stage is sharded.
 
         Raises:
             PipelineError: on every rank, if an action of any rank raised; its exception is the cause where it did.
@@ -179,7 +180,7 @@ class Executor:
         self._inputs, self._loss, self._seed = inputs, loss, seed
         for runner in self._runners.values():
             runner.seed = seed
-        self._announce, self._keep_outputs = announce, keep_outputs
+        self._announce, self._keep_outputs, self._finalize = announce, keep_outputs, finalize
         for do, action in self._steps:
             if self._failure is not None and not action.kind.is_communication:
                 continue
@@ -281,7 +282,7 @@ class Executor:
         arriving = self._gradients.pop((stage, microbatch), _Arriving(None, ()))
         if arriving.handle is not None:
             yield arriving.handle
-        last = self._last_backward[stage] == microbatch
+        last = self._finalize and self._last_backward[stage] == microbatch
         gradients = self._runners[stage].backward(microbatch, arriving.tensors, split=split, last=last)
         if self._placement.crosses(stage - 1):
             self._gradients_to_send[stage, microbatch] = gradients

@@ -47,6 +47,25 @@ class Microbatches:
         leaves, structure = pytree.tree_flatten((self.args, self.kwargs, self.targets))
         return (str(structure), *map(_describe, leaves))
 
+    def keyword_inputs(self) -> dict[str, object] | None:
+        """Each keyword input by name: shapes and types over the microbatches, as words; None if there are none."""
+        names = sorted({name for mb in self.kwargs for name in mb})
+        words: dict[str, object] = {
+            f"keyword input {name!r}": _told([mb.get(name) for mb in self.kwargs]) for name in names
+        }
+        return words or None
+
+
+def _told(values: list[Any]) -> str:
+    told = [", ".join(map(_told_leaf, pytree.tree_leaves(value))) or "nothing" for value in values]
+    return told[0] if len(set(told)) == 1 else "; ".join(told)
+
+
+def _told_leaf(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor):
+        return f"{leaf.dtype} {list(leaf.shape)} a microbatch"
+    return repr(leaf) if isinstance(leaf, (bool, int, float, str)) else type(leaf).__name__
+
 
 def _describe(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
@@ -135,7 +154,8 @@ def take_cut(
 def merge_outputs(outputs: Sequence[Any], spec: Any = None) -> Any:
     """The last stage's outputs put together: tensors along dimension 0, those without dimensions as a vector.
 
-    What is no tensor (a cache, say) becomes a list with one entry a microbatch.
+    What cannot be put together so (no tensor, or tensors of different lengths) becomes a list with one entry a
+    microbatch.
     """
     if spec is not None:
         return merge_chunks(list(outputs), spec)
@@ -146,5 +166,7 @@ def merge_outputs(outputs: Sequence[Any], spec: Any = None) -> Any:
 
 def _merge_leaf(values: list[Any]) -> Any:
     if not all(isinstance(value, torch.Tensor) for value in values):
+        return values
+    if len({(value.dim(), value.shape[1:]) for value in values}) > 1:
         return values
     return torch.stack(values) if values[0].dim() == 0 else torch.cat(values)

@@ -160,6 +160,7 @@ class OrderedSchedule(TorchSchedule):
         arg_mbs: Sequence[Any] | None = None,
         kwarg_mbs: Sequence[dict[str, Any]] | None = None,
         target_mbs: Sequence[Any] | None = None,
+        finalize_gradients: bool = True,
         **kwargs: Any,
     ) -> Any:
         """Run one training step: forward and backward of every microbatch. Gradients are added to ``.grad``.
@@ -176,6 +177,8 @@ class OrderedSchedule(TorchSchedule):
             arg_mbs: positional inputs cut beforehand, a tuple a microbatch; in place of ``args``.
             kwarg_mbs: keyword inputs cut beforehand, a dict a microbatch; in place of ``kwargs``.
             target_mbs: targets cut beforehand; in place of ``target``.
+            finalize_gradients: False where another step will follow before the optimizer's, so that gradients of
+                replicated or sharded stages need not be reduced over data-parallel ranks yet; the same on every rank.
             kwargs: whole-batch keyword inputs.
 
         Returns:
@@ -188,7 +191,7 @@ class OrderedSchedule(TorchSchedule):
                 of this one some gradients have been added and others not: zero them.
         """
         given = _Given(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
-        return self._run(given, self.loss_fn is not None, losses, return_outputs, loss_kwargs)
+        return self._run(given, self.loss_fn is not None, losses, return_outputs, loss_kwargs, finalize_gradients)
 
     def eval(
         self,
@@ -207,7 +210,7 @@ class OrderedSchedule(TorchSchedule):
         Arguments and result are those of `step`. It does not call ``module.eval()``.
         """
         given = _Given(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
-        return self._run(given, False, losses, return_outputs, loss_kwargs)
+        return self._run(given, False, losses, return_outputs, loss_kwargs, True)
 
     def _run(
         self,
@@ -216,6 +219,7 @@ class OrderedSchedule(TorchSchedule):
         losses: list[Any] | None,
         return_outputs: bool,
         loss_kwargs: dict[str, Any] | None,
+        finalize: bool,
     ) -> Any:
         if losses is not None and not isinstance(losses, list):
             raise TypeError(f"losses is a {type(losses).__name__}: give a list, which the step fills")
@@ -229,7 +233,9 @@ class OrderedSchedule(TorchSchedule):
         if trains:
             self._seed(torch.ones((), device=self.device))  # a scaler begins with its first use, on every rank
         result = drive(
-            self._pipeline.step(inputs, loss, self._seed, trains=trains, keep_outputs=keep_outputs, error=error)
+            self._pipeline.step(
+                inputs, loss, self._seed, trains=trains, keep_outputs=keep_outputs, finalize=finalize, error=error
+            )
         )
         self.metrics = result.metrics
         if losses is not None and self.has_last_stage:

@@ -75,21 +75,31 @@ class Pipeline:
         *,
         trains: bool,
         keep_outputs: bool,
+        finalize: bool = True,
         error: Exception | None = None,
     ) -> Generator[Handle, None, StepResult]:
-        """One step of this rank; ``error`` is why it cannot be run here, if so, and is raised on every rank.
+        """One step of this rank.
+
+        Args:
+            inputs: this rank's, by microbatch.
+            loss: on the last stage's rank, where one is wanted.
+            seed: of each backward.
+            trains: or forward only.
+            keep_outputs: whether the result has the last stage's outputs.
+            finalize: whether gradients are averaged over data-parallel ranks at the end.
+            error: why the step cannot be run here, if so; it is raised on every rank.
 
         Raises:
             RanksDisagreeError: on every rank, if they do not all run the same kind of step or one has an error.
             PipelineError: on every rank, if an action of any rank raised, also in another data-parallel replica.
         """
         try:
-            result = yield from self._step(inputs, loss, seed, trains, keep_outputs, error)
+            result = yield from self._step(inputs, loss, seed, trains, keep_outputs, finalize, error)
         except Exception:
-            if trains:
+            if trains and finalize:
                 yield from self._replicas.end_step(failed=True)
             raise
-        if trains:
+        if trains and finalize:
             yield from self._replicas.end_step(failed=False)
         return result
 
@@ -100,12 +110,14 @@ class Pipeline:
         seed: Seed,
         trains: bool,
         keep_outputs: bool,
+        finalize: bool,
         error: Exception | None,
     ) -> Generator[Handle, None, StepResult]:
         signature = (inputs.signature(), self._state())
         announce = yield from agree(
             self._wires.control,
-            {"the kind of step": "training" if trains else "evaluation"},
+            {"the kind of step": "training" if trains else "evaluation", "finalize_gradients": finalize},
+            inputs.keyword_inputs(),
             changed=self._last.get(trains) != signature,
             error=error,
         )
@@ -113,7 +125,7 @@ class Pipeline:
         self._last.pop(trains, None)
         inputs = yield from self._named_inputs.deliver(inputs, announce=announce)
         result = yield from self._executors[trains].run(
-            inputs, loss, seed, announce=announce, keep_outputs=keep_outputs
+            inputs, loss, seed, announce=announce, keep_outputs=keep_outputs, finalize=finalize
         )
         self._last[trains] = signature
         return result

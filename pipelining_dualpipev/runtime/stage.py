@@ -151,7 +151,7 @@ class StageRunner:
             microbatch: which.
             gradients: of those outputs that require grad, in order; None where there is none.
             split: put the weight gradients off until `backward_weight`.
-            last: whether it is the step's last backward of this stage.
+            last: whether this stage's gradients are complete with it.
 
         Returns:
             The gradients of those received tensors that require grad, in order; None where the stage did not use one.

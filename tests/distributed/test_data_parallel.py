@@ -244,6 +244,28 @@ class CountCollectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def finalized_later(how: str) -> list[int]:
+    run = Replicated(make_layers(4), 4, WRAPPERS[how])
+    counts = []
+    for seed, finalize in enumerate((False, False, True)):
+        x, target = make_batch(16, seed=seed)
+        mine, wanted = x.chunk(2)[run.replica], target.chunk(2)[run.replica]
+        with CountCollectives() as counter:
+            given = {"target": wanted} if run.rank == 0 else {}
+            run.schedule.step(*(mine,) * (run.rank == 0), **given, finalize_gradients=finalize)
+        counts.append(counter.count["allreduce_"] + counter.count["_reduce_scatter_base_"])
+        mean_square(run.whole(x), target).backward()
+    run.assert_gradients_equal()
+    return counts
+
+
+@pytest.mark.parametrize("how", WRAPPERS)
+def test_gradients_that_are_not_to_be_finalized_yet_are_reduced_with_the_last_step(ranks, how):
+    for counts in ranks(4).run(finalized_later, how):
+        assert counts[:2] == [0, 0]
+        assert counts[2] > 0
+
+
 def collectives(inside: bool) -> list[Counter[str]]:
     counts = []
     for schedule in (ScheduleDualPipeV, TorchDualPipeV):
