@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import GradientEdge
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, _Action
 from torch.nn.parallel import DistributedDataParallel
@@ -30,6 +31,7 @@ __all__ = [
     "is_view",
     "pytree",
     "replace_call",
+    "run_backward",
     "storage_of",
     "to_torch_order",
     "torch_order",
@@ -197,6 +199,13 @@ def torch_programs(
     without_bubbles = {rank: [action for action in actions if action is not None] for rank, actions in order.items()}
     programs = schedules._add_send_recv(without_bubbles, lambda stage: rank_of[stage], len(rank_of))
     return schedules._defer_recv_ops(programs, lambda stage: rank_of[stage]) if defer_pp_recv else programs
+
+
+def run_backward(edges: Sequence[GradientEdge], gradients: Sequence[torch.Tensor]) -> None:
+    """``torch.autograd.backward(edges, gradients)`` without its checks: a fifth of the time of a small one."""
+    torch.autograd.Variable._execution_engine.run_backward(
+        tuple(edges), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 class WrapperTensor(torch.Tensor):

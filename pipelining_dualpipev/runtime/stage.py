@@ -22,6 +22,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
 
+from pipelining_dualpipev._torch import run_backward
 from pipelining_dualpipev.runtime.data_parallel import DataParallelStage, stage_module
 from pipelining_dualpipev.runtime.gradients import Seed, one, seeding
 from pipelining_dualpipev.runtime.weight_grad import AllInInput, FromBuilder, WeightGradients
@@ -117,7 +118,8 @@ class StageRunner:
             split: whether that backward will be split into I and W.
         """
         deferring = self._weight_gradients.deferring() if split else nullcontext()
-        with torch.set_grad_enabled(grad), seeding(self.seed), self._data_parallel.forward(), deferring:
+        without_grad = nullcontext() if grad else torch.no_grad()
+        with without_grad, seeding(self.seed), self._data_parallel.forward(), deferring:
             return self.module(*args, **kwargs)
 
     def output_tensors(self, output: Any) -> tuple[torch.Tensor, ...]:
@@ -162,7 +164,7 @@ class StageRunner:
         if roots:
             deferring = self._weight_gradients.deferring() if split else nullcontext()
             with seeding(self.seed), _without_autocast(self.device.type), deferring:
-                torch.autograd.backward([edge for edge, _ in roots], [gradient for _, gradient in roots])
+                run_backward([edge for edge, _ in roots], [gradient for _, gradient in roots])
         work = self._weight_gradients.take()
         if split:
             self._put_off[microbatch] = work

@@ -86,7 +86,9 @@ class DistributedTransport:
     """`Transport` over a process group of torch.distributed; ranks are those of the group."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
+        world = dist.group.WORLD
+        assert world is not None, "torch.distributed is initialised"
+        self._group = group or world
         self.rank = dist.get_rank(group)
         self.num_ranks = dist.get_world_size(group)
         # Per peer: the place of the next transfer in the joint sequence, and the sends not yet known to have left.
@@ -109,9 +111,9 @@ class DistributedTransport:
 
     def _post(self, operation: Callable[..., Any], peer: int, tensors: Sequence[torch.Tensor]) -> list[dist.Work]:
         if len(tensors) == 1:
-            key = {"group_dst": peer} if operation is dist.isend else {"group_src": peer}
-            work = operation(tensors[0], group=self._group, **key)
-            return [work]
+            # What dist.isend and dist.irecv do in the end, without looking up the group each time.
+            post = self._group.send if operation is dist.isend else self._group.recv
+            return [post([tensors[0]], peer, 0)]
         ops = [dist.P2POp(operation, tensor, group=self._group, group_peer=peer) for tensor in tensors]
         return dist.batch_isend_irecv(ops) if ops else []
 

@@ -1,6 +1,6 @@
 """One training step of ours beside torch's schedules: the same small Llama, the same data, two ranks.
 
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 tests/bench/step_time.py
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m tests.bench.step_time
 
 Prints a Markdown table for docs/benchmarks.md. What makes the figures comparable:
 
@@ -19,15 +19,10 @@ There is no pass or fail on time here.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,6 +36,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 
 import pipelining_dualpipev
 from pipelining_dualpipev.planning import Placement
+from tests.bench.common import machine, peak_bytes
 
 BASELINE = "torch Schedule1F1B"
 
@@ -123,22 +119,6 @@ def candidates(config: LlamaConfig, n: int) -> list[Candidate]:
     return made
 
 
-def peak_bytes(step: Callable[[], None]) -> int:
-    """The most bytes in tensors that the step has at once, beyond those from before it."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        step()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json")
-        profile.export_chrome_trace(str(path))
-        events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("name") == "[memory]"]
-    events.sort(key=lambda event: event["ts"])
-    now = peak = 0
-    for event in events:
-        now += event["args"]["Bytes"]
-        peak = max(peak, now)
-    return peak
-
-
 def measure(config: LlamaConfig, n: int, options: argparse.Namespace) -> list[Candidate]:
     generator = torch.Generator().manual_seed(n)
     tokens = torch.randint(config.vocab_size, (n * options.sequences, options.length + 1), generator=generator)
@@ -176,16 +156,6 @@ def row(n: int, candidate: Candidate, base: Candidate, peaks: list[int], base_pe
         " / ".join(f"{peak / of:.2f}" for peak, of in zip(peaks, base_peaks, strict=True)),
     ]
     return f"| {' | '.join(cells)} |"
-
-
-def processor() -> str:
-    info = Path("/proc/cpuinfo")
-    names = (
-        [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-        if info.exists()
-        else []
-    )
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def main() -> None:
@@ -232,8 +202,7 @@ def main() -> None:
             f"Llama, {parameters / 1e6:.1f} M parameters, {options.layers} layers of width {options.width}, float32; "
             f"microbatches of {options.sequences} x {options.length} tokens; {dist.get_world_size()} ranks over gloo, "
             f"one thread each; {options.rounds} rounds after {options.warm_up} to warm up. "
-            f"{os.cpu_count()} x {processor()}; Python {platform.python_version()}, torch {torch.__version__}, "
-            f"transformers {transformers.__version__}.\n"
+            f"{machine()}, transformers {transformers.__version__}.\n"
         )
         print(
             "| n | schedule | step, ms | samples/s | peak, MiB (rank 0 / 1) | last loss | time to 1F1B | peak to 1F1B |"
