@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipelining_dualpipev.errors import PipelineError, RanksDisagreeError, ScheduleError, SplitError
+    from pipelining_dualpipev.errors import PipelineError, RankLostError, RanksDisagreeError, ScheduleError, SplitError
     from pipelining_dualpipev.planning.placement import stage_indices
     from pipelining_dualpipev.runtime.gradients import clip_grad_norm_, inject_loss, mean_loss
     from pipelining_dualpipev.schedule import ScheduleDualPipeV, ScheduleFromOrder
@@ -23,6 +23,7 @@ __all__ = [
     "clip_grad_norm_",
     "inject_loss",
     "PipelineError",
+    "RankLostError",
     "RanksDisagreeError",
     "ScheduleError",
     "SplitError",
@@ -36,6 +37,7 @@ _HOME = {
     "clip_grad_norm_": "runtime.gradients",
     "inject_loss": "runtime.gradients",
     "PipelineError": "errors",
+    "RankLostError": "errors",
     "RanksDisagreeError": "errors",
     "ScheduleError": "errors",
     "SplitError": "errors",

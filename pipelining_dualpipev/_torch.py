@@ -53,8 +53,10 @@ _groups_made: Counter[tuple[int, tuple[int, ...]]] = Counter()
 _stores: dict[int, Any] = {}  # keeps a counted store alive, so that its id is not given to another one
 
 
-def gloo_group_beside(group: dist.ProcessGroup | None, timeout: timedelta) -> Any:
+def gloo_group_beside(group: dist.ProcessGroup | None) -> tuple[Any, dist.Store, timedelta]:
     """A gloo group of the same ranks as ``group``, for small messages between hosts; collective over ``group``.
+
+    With it a store of its own, and the timeout of ``group``; its own is longer, so that nobody waits for that.
 
     ``dist.new_group`` is no good here: it is collective over the *world*, which a pipeline that is one of several does
     not want to be, and with ``use_local_synchronization=True`` it names groups by how many this rank has made, so ranks
@@ -67,8 +69,13 @@ def gloo_group_beside(group: dist.ProcessGroup | None, timeout: timedelta) -> An
     key = (id(store), members)
     _groups_made[key] += 1
     prefix = f"pipelining_dualpipev/{'-'.join(map(str, members))}/{_groups_made[key]}"
+    own_store = dist.PrefixStore(prefix, store)
+    world = group or dist.group.WORLD
+    assert world is not None, "torch.distributed is initialised"
+    timeout = min(world._get_backend(device).options._timeout for device in world._device_types)
     # torch's stubs do not know a backend's methods, hence Any.
-    return dist.ProcessGroupGloo(dist.PrefixStore(prefix, store), dist.get_rank(group), len(members), timeout)
+    made = dist.ProcessGroupGloo(own_store, dist.get_rank(group), len(members), 2 * timeout)
+    return made, dist.PrefixStore("words", own_store), timeout
 
 
 class TorchSchedule(PipelineScheduleMulti):

@@ -8,6 +8,7 @@
       RanksDisagreeError   ranks of one pipeline were given arguments that do not fit together
     RuntimeError
       PipelineError        a step failed while it ran, on this rank or on another
+        RankLostError      a rank has ended or has not come, so that no further step is possible
 
 An argument that is wrong by itself raises a plain ``ValueError`` (or ``TypeError``), as torch does. Each message
 carries the numbers that do not fit and what to do about it.
@@ -15,7 +16,7 @@ carries the numbers that do not fit and what to do about it.
 
 from __future__ import annotations
 
-__all__ = ["PipelineError", "RanksDisagreeError", "ScheduleError", "SplitError"]
+__all__ = ["PipelineError", "RankLostError", "RanksDisagreeError", "ScheduleError", "SplitError"]
 
 
 class ScheduleError(ValueError):
@@ -32,3 +33,7 @@ class RanksDisagreeError(ValueError):
 
 class PipelineError(RuntimeError):
     """A step failed while it ran; raised on every rank, naming where it began."""
+
+
+class RankLostError(PipelineError):
+    """A rank of the pipeline has ended, or did not come to a step: the others cannot go on without it."""

@@ -18,7 +18,6 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections.abc import Generator
-from datetime import timedelta
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -26,7 +25,8 @@ import torch.distributed as dist
 
 from pipelining_dualpipev._torch import gloo_group_beside
 from pipelining_dualpipev.errors import RanksDisagreeError
-from pipelining_dualpipev.runtime.transport import Handle
+from pipelining_dualpipev.runtime.transport import Handle, contact
+from pipelining_dualpipev.runtime.watch import Watch
 
 __all__ = ["Control", "DistributedControl", "Reply", "agree", "digest_of"]
 
@@ -128,11 +128,11 @@ def _disagreement(words: list[tuple[dict[str, object], dict[str, object] | None,
 
 
 class _Reduced(Generic[T]):
-    def __init__(self, work: dist.Work, values: torch.Tensor) -> None:
-        self._work, self._values = work, values
+    def __init__(self, watch: Watch, work: dist.Work, values: torch.Tensor) -> None:
+        self._watch, self._work, self._values = watch, work, values
 
     def wait(self) -> None:
-        self._work.wait()
+        self._watch.wait(self._work)
 
     @property
     def result(self) -> list[T]:
@@ -142,8 +142,8 @@ class _Reduced(Generic[T]):
 class _Gathered:
     """Two rounds: how long everybody's pickle is, then the pickles, padded to the longest."""
 
-    def __init__(self, group: Any, thing: object) -> None:
-        self._group = group
+    def __init__(self, watch: Watch, group: Any, thing: object) -> None:
+        self._watch, self._group = watch, group
         self._mine = _to_bytes(thing)
         self._sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
         self._work = group.allgather([self._sizes], [torch.tensor([len(self._mine)])])
@@ -152,12 +152,12 @@ class _Gathered:
     def wait(self) -> None:
         if self._things is not None:
             return
-        self._work.wait()
+        self._watch.wait(self._work)
         sizes = [int(size) for size in self._sizes]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(self._mine)] = self._mine
         parts = [torch.zeros_like(padded) for _ in sizes]
-        self._group.allgather([parts], [padded]).wait()
+        self._watch.wait(self._group.allgather([parts], [padded]))
         self._things = [_from_bytes(part[:size]) for part, size in zip(parts, sizes, strict=True)]
 
     @property
@@ -176,29 +176,32 @@ class _Message:
         self.result: Any = None
 
     def wait(self) -> None:
-        self._work.wait()
-        data = torch.zeros(int(self._size), dtype=torch.uint8)
-        self._group.recv([data], self._peer, 0).wait()
+        with contact(self._peer):
+            self._work.wait()
+            data = torch.zeros(int(self._size), dtype=torch.uint8)
+            self._group.recv([data], self._peer, 0).wait()
         self.result = _from_bytes(data)
 
 
 class _AllSent:
-    def __init__(self, leaving: list[tuple[dist.Work, torch.Tensor]]) -> None:
+    def __init__(self, leaving: list[tuple[int, dist.Work, torch.Tensor]]) -> None:
         self._leaving = leaving
 
     def wait(self) -> None:
-        for work, _ in self._leaving:
-            work.wait()
-        self._leaving = []
+        while self._leaving:
+            peer, work, _ = self._leaving.pop()
+            with contact(peer):
+                work.wait()
 
 
 class DistributedControl:
     """`Control` over a gloo group made beside the pipeline's own; making one is collective over that group."""
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta = dist.default_pg_timeout) -> None:
-        self._group = gloo_group_beside(group, timeout)
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group, store, timeout = gloo_group_beside(group)
+        self._watch = Watch(self._group, store, timeout)
         self.rank, self.num_ranks = self._group.rank(), self._group.size()
-        self._leaving: list[tuple[dist.Work, torch.Tensor]] = []
+        self._leaving: list[tuple[int, dist.Work, torch.Tensor]] = []
 
     def all_max(self, values: list[int]) -> Reply[list[int]]:
         """See `Control.all_max`."""
@@ -211,21 +214,23 @@ class DistributedControl:
     def _reduce(self, values: torch.Tensor, operation: Any) -> _Reduced[Any]:
         options = dist.AllreduceOptions()
         options.reduceOp = operation
-        return _Reduced(self._group.allreduce([values], options), values)
+        return _Reduced(self._watch, self._group.allreduce([values], options), values)
 
     def gather(self, thing: object) -> Reply[list[Any]]:
         """See `Control.gather`."""
-        return _Gathered(self._group, thing)
+        return _Gathered(self._watch, self._group, thing)
 
     def send(self, peer: int, thing: object) -> None:
         """See `Control.send`."""
         data = _to_bytes(thing)
         for tensor in (torch.tensor([len(data)]), data):
-            self._leaving.append((self._group.send([tensor], peer, 0), tensor))
+            with contact(peer):
+                self._leaving.append((peer, self._group.send([tensor], peer, 0), tensor))
 
     def receive(self, peer: int) -> Reply[Any]:
         """See `Control.receive`."""
-        return _Message(self._group, peer)
+        with contact(peer):
+            return _Message(self._group, peer)
 
     def finish(self) -> Handle:
         """See `Control.finish`."""

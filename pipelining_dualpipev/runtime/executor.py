@@ -26,7 +26,9 @@ Nothing is yielded inside ``no_grad`` or autocast: they are the thread's, and th
 **When an action raises**, the others must not be left waiting for what this rank will never send. So it *drains*: it
 computes nothing more, but runs the rest of its transfers, with zeros for what is missing. Where shapes travel ahead,
 the word of the failure travels instead, and the receiver drains too. At the end of each step the ranks compare notes,
-and if one failed all raise, with its words. Every transfer was done, so the next step starts clean.
+and if one failed all raise, with its words. Every transfer was done, so the next step starts clean. A rank whose
+process has ended is *gone*: its transfers are left out, and that the ranks cannot compare notes any more is told by
+`runtime.watch`.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ from pipelining_dualpipev.runtime.control import Control
 from pipelining_dualpipev.runtime.gradients import Seed
 from pipelining_dualpipev.runtime.microbatches import Microbatches
 from pipelining_dualpipev.runtime.stage import StageRunner, TensorMeta, metas_of
-from pipelining_dualpipev.runtime.transport import Handle, Transport
+from pipelining_dualpipev.runtime.transport import ContactLostError, Handle, Transport
 
 __all__ = ["Executor", "Loss", "StepResult", "Wires", "drive"]
 
@@ -57,8 +59,14 @@ _Key = tuple[int, int]  # stage, microbatch
 def drive(steps: Generator[Handle, None, T]) -> T:
     """Run a generator to its end, waiting for each handle that it yields; return what it returns."""
     try:
+        handle = next(steps)
         while True:
-            next(steps).wait()
+            try:
+                handle.wait()
+            except Exception as error:  # of a connection: who yielded the handle is to say what follows
+                handle = steps.throw(error)
+            else:
+                handle = next(steps)
     except StopIteration as end:
         return end.value
 
@@ -157,11 +165,20 @@ class Executor:
         self._result = StepResult()
         self._failure: Failure | None = None
         self._cause: Exception | None = None
+        self._gone: set[int] = set()
         for runner in self._runners.values():
             runner.forget()
 
     def run(
-        self, inputs: Microbatches, loss: Loss | None, seed: Seed, *, announce: bool, keep_outputs: bool, finalize: bool
+        self,
+        inputs: Microbatches,
+        loss: Loss | None,
+        seed: Seed,
+        *,
+        announce: bool,
+        keep_outputs: bool,
+        finalize: bool,
+        lost: ContactLostError | None = None,
     ) -> Generator[Handle, None, StepResult]:
         """One step.
 
@@ -172,6 +189,7 @@ class Executor:
             announce: something may have changed, so shapes travel ahead of tensors; the same on every rank.
             keep_outputs: whether the result has the last stage's outputs (detached).
             finalize: whether each stage's last backward is to reduce its gradients, if the stage is sharded.
+            lost: why the step has failed already, if so.
 
         Raises:
             PipelineError: on every rank, if an action of any rank raised; its exception is the cause where it did.
@@ -181,6 +199,9 @@ class Executor:
         for runner in self._runners.values():
             runner.seed = seed
         self._announce, self._keep_outputs, self._finalize = announce, keep_outputs, finalize
+        if lost is not None:
+            self._gone.add(lost.peer)
+            self._failure = Failure(self._rank, "delivery of inputs", 0, 0, str(lost))
         for do, action in self._steps:
             if self._failure is not None and not action.kind.is_communication:
                 continue
@@ -189,6 +210,8 @@ class Executor:
                 if steps is not None:
                     yield from steps
             except Exception as error:
+                if isinstance(error, ContactLostError):
+                    self._gone.add(error.peer)
                 self._fail(action, error)
         yield from self._end_together()
         result, self._result = self._result, StepResult()
@@ -202,11 +225,15 @@ class Executor:
         self._cause = error
 
     def _end_together(self) -> Steps:
-        for arriving in (*self._activations.values(), *self._gradients.values()):
-            if arriving.handle is not None:  # only after a failure is anything left
-                yield arriving.handle
-        yield self._wires.transport.finish()
-        yield self._wires.control.finish()
+        # Only after a failure is anything left to arrive.
+        arriving = [arriving.handle for arriving in (*self._activations.values(), *self._gradients.values())]
+        for handle in (*arriving, self._wires.transport.finish(), self._wires.control.finish()):
+            while handle is not None:
+                try:
+                    yield handle
+                    break
+                except ContactLostError as error:  # each time one connection less to wait for
+                    self._gone.add(error.peer)
         failed = self._wires.control.all_max([int(self._failure is not None)])
         yield failed
         if failed.result == [0]:
@@ -297,6 +324,8 @@ class Executor:
     def _send_forward(self, stage: int, microbatch: int) -> None:
         peer, key = self._placement.rank_of[stage + 1], (stage + 1, microbatch)
         tensors = self._to_send.pop((stage, microbatch), None)
+        if peer in self._gone:
+            return
         if self._announce:
             self._crossing[key] = () if tensors is None else metas_of(tensors)
             self._wires.control.send(peer, self._failure if tensors is None else self._crossing[key])
@@ -307,6 +336,9 @@ class Executor:
 
     def _receive_forward(self, stage: int, microbatch: int) -> Steps:
         peer, key = self._placement.rank_of[stage - 1], (stage, microbatch)
+        if peer in self._gone:
+            self._crossing[key] = ()
+            return
         if self._announce:
             words = self._wires.control.receive(peer)
             yield words
@@ -318,14 +350,15 @@ class Executor:
         self._activations[key] = self._receive(peer, stage, self._crossing[key], requires_grad=True)
 
     def _send_backward(self, stage: int, microbatch: int) -> None:
-        gradients = self._gradients_to_send.pop((stage, microbatch), None)
-        metas = self._needing_grad(stage, microbatch)
-        self._send(self._placement.rank_of[stage - 1], stage, gradients, metas)
+        peer, gradients = self._placement.rank_of[stage - 1], self._gradients_to_send.pop((stage, microbatch), None)
+        if peer not in self._gone:
+            self._send(peer, stage, gradients, self._needing_grad(stage, microbatch))
 
     def _receive_backward(self, stage: int, microbatch: int) -> None:
-        metas = self._needing_grad(stage + 1, microbatch)
         peer = self._placement.rank_of[stage + 1]
-        self._gradients[stage, microbatch] = self._receive(peer, stage, metas, requires_grad=False)
+        if peer not in self._gone:
+            metas = self._needing_grad(stage + 1, microbatch)
+            self._gradients[stage, microbatch] = self._receive(peer, stage, metas, requires_grad=False)
 
     def _needing_grad(self, stage: int, microbatch: int) -> list[TensorMeta]:
         """Those tensors that cross into ``stage`` for which a gradient goes back."""

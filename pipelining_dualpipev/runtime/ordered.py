@@ -189,6 +189,8 @@ class OrderedSchedule(TorchSchedule):
             RuntimeError: if gradients are disabled. Use `eval`.
             PipelineError: on every rank, if an action of any rank raised, with its words. The next step is right, but
                 of this one some gradients have been added and others not: zero them.
+            RankLostError: on every rank that is left, if one has ended, within seconds on gloo; or if one does not call
+                ``step`` within the group's timeout.
         """
         given = _Given(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
         return self._run(given, self.loss_fn is not None, losses, return_outputs, loss_kwargs, finalize_gradients)

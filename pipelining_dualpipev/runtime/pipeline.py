@@ -17,6 +17,7 @@ from collections.abc import Generator, Sequence
 
 import torch
 
+from pipelining_dualpipev.errors import RankLostError
 from pipelining_dualpipev.planning.actions import Order
 from pipelining_dualpipev.planning.placement import Placement
 from pipelining_dualpipev.runtime.control import agree
@@ -26,7 +27,7 @@ from pipelining_dualpipev.runtime.gradients import Seed, one
 from pipelining_dualpipev.runtime.inputs import NamedInputs
 from pipelining_dualpipev.runtime.microbatches import Microbatches
 from pipelining_dualpipev.runtime.stage import StageRunner
-from pipelining_dualpipev.runtime.transport import Handle
+from pipelining_dualpipev.runtime.transport import ContactLostError, Handle
 
 __all__ = ["Pipeline"]
 
@@ -56,6 +57,7 @@ class Pipeline:
         replicas: Replicas | None = None,
     ) -> None:
         self._replicas = replicas or Replicas(())
+        self._lost: RankLostError | None = None
         rank = wires.transport.rank
         self._runners, self._wires = runners, wires
         self._device = next(iter(runners.values())).device
@@ -92,10 +94,15 @@ class Pipeline:
         Raises:
             RanksDisagreeError: on every rank, if they do not all run the same kind of step or one has an error.
             PipelineError: on every rank, if an action of any rank raised, also in another data-parallel replica.
+            RankLostError: on every rank that is left, if one has ended or does not come; also from then on.
         """
+        if self._lost is not None:
+            raise RankLostError(f"an earlier step has failed for good: {self._lost}")
         try:
             result = yield from self._step(inputs, loss, seed, trains, keep_outputs, finalize, error)
-        except Exception:
+        except Exception as wrong:
+            if isinstance(wrong, RankLostError):
+                self._lost = wrong
             if trains and finalize:
                 yield from self._replicas.end_step(failed=True)
             raise
@@ -123,9 +130,13 @@ class Pipeline:
         )
         # Should the step fail, the ranks' notes about each other's shapes may differ: the next one announces again.
         self._last.pop(trains, None)
-        inputs = yield from self._named_inputs.deliver(inputs, announce=announce)
+        lost = None
+        try:
+            inputs = yield from self._named_inputs.deliver(inputs, announce=announce)
+        except ContactLostError as error:  # the others may not know yet, and are not to wait for this rank
+            lost = error
         result = yield from self._executors[trains].run(
-            inputs, loss, seed, announce=announce, keep_outputs=keep_outputs, finalize=finalize
+            inputs, loss, seed, announce=announce, keep_outputs=keep_outputs, finalize=finalize, lost=lost
         )
         self._last[trains] = signature
         return result

@@ -22,13 +22,31 @@ are ordered by the stream they were posted on.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["DistributedTransport", "Handle", "Transport"]
+__all__ = ["ContactLostError", "DistributedTransport", "Handle", "Transport", "contact"]
+
+
+class ContactLostError(Exception):
+    """What was on its way between this rank and ``peer`` will not arrive; the executor knows what to do."""
+
+    def __init__(self, peer: int, error: Exception) -> None:
+        super().__init__(f"lost contact with rank {peer}: {error}")
+        self.peer = peer
+
+
+@contextmanager
+def contact(peer: int) -> Iterator[None]:
+    """Around what is posted to a peer, or waited for: its errors are those of the connection."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ContactLostError(peer, error) from error
 
 
 class Handle(Protocol):
@@ -64,8 +82,11 @@ class _Arrival:
 
     def wait(self) -> None:
         works, self._works = self._works, []
-        for work in works:
-            work.wait()
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            raise ContactLostError(self._peer, error) from error
         self._transport._taken_before(self._peer, self._position)
 
 
@@ -110,12 +131,15 @@ class DistributedTransport:
         return _AllSent(self)
 
     def _post(self, operation: Callable[..., Any], peer: int, tensors: Sequence[torch.Tensor]) -> list[dist.Work]:
-        if len(tensors) == 1:
-            # What dist.isend and dist.irecv do in the end, without looking up the group each time.
-            post = self._group.send if operation is dist.isend else self._group.recv
-            return [post([tensors[0]], peer, 0)]
-        ops = [dist.P2POp(operation, tensor, group=self._group, group_peer=peer) for tensor in tensors]
-        return dist.batch_isend_irecv(ops) if ops else []
+        try:
+            if len(tensors) == 1:
+                # What dist.isend and dist.irecv do in the end, without looking up the group each time.
+                post = self._group.send if operation is dist.isend else self._group.recv
+                return [post([tensors[0]], peer, 0)]
+            ops = [dist.P2POp(operation, tensor, group=self._group, group_peer=peer) for tensor in tensors]
+            return dist.batch_isend_irecv(ops) if ops else []
+        except RuntimeError as error:
+            raise ContactLostError(peer, error) from error
 
     def _next_position(self, peer: int) -> int:
         self._positions[peer] += 1
@@ -125,5 +149,6 @@ class DistributedTransport:
         leaving = self._leaving[peer]
         while leaving and leaving[0][0] < position:
             _, works, _ = leaving.popleft()
-            for work in works:
-                work.wait()
+            with contact(peer):
+                for work in works:
+                    work.wait()

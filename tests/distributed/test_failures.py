@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipelining_dualpipev import PipelineError
+from pipelining_dualpipev import PipelineError, RankLostError
+from tests.distributed.pool import JobError
 from tests.distributed.stacks import Cut, make_batch, make_layers, mean_square
 
 
@@ -62,3 +70,72 @@ def test_an_action_that_raises_is_told_on_every_rank_and_the_next_step_is_right(
         for words, _ in told:
             assert f"rank {rank}, stage {stage}, microbatch {microbatch}, action {stage}" in words
             assert words.endswith("ArithmeticError: a bit fell over")
+
+
+# ---------------------------------------------------------------------------------------------- ranks that are no more
+
+
+class Deadly(nn.Module):
+    """Ends its process in its ``at``-th call."""
+
+    def __init__(self, layer: nn.Module, at: int) -> None:
+        super().__init__()
+        self.layer, self.at, self.calls = layer, at, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls > self.at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.layer(x)
+
+
+def a_rank_that_is_killed(folder: str, victim: int, at: int, named_inputs: bool) -> None:
+    num_ranks = dist.get_world_size()
+    layers = make_layers(2 * num_ranks)
+    layers[victim] = Deadly(layers[victim], at)
+    if named_inputs:
+        for layer in layers:
+            layer.required_inputs = ()  # type: ignore[assignment]
+    cut = Cut(layers, 4)
+    x, target = make_batch(8)
+    start = time.monotonic()
+    told = []
+    for _ in range(3):
+        try:
+            cut.step(x, target=target)
+        except RankLostError as error:
+            told.append(str(error))
+    Path(folder, f"{cut.rank}").write_text(json.dumps([time.monotonic() - start, told]))
+
+
+@pytest.mark.parametrize(("victim", "at"), [(3, 0), (1, 2), (0, 5), (2, 6)])
+def test_a_rank_that_is_killed_is_named_by_all_others_within_seconds(ranks, tmp_path, victim, at):
+    with pytest.raises(JobError, match="died"):
+        ranks(4).run(a_rank_that_is_killed, str(tmp_path), victim, at, False)
+    others = [rank for rank in range(4) if rank != victim]
+    for rank in others:
+        seconds, told = json.loads((tmp_path / str(rank)).read_text())
+        assert told[0] == f"rank {victim} ended while others were in a step. Start all ranks again"
+        assert all(words == f"an earlier step has failed for good: {told[0]}" for words in told[1:])
+        assert seconds < 10
+
+
+def a_rank_that_never_comes(group_seconds: float) -> str:
+    group = dist.new_group(timeout=timedelta(seconds=group_seconds))
+    cut = Cut(make_layers(6), 4, group=group)
+    x, target = make_batch(8)
+    cut.step(x, target=target)
+    if cut.rank == 1:
+        return ""
+    try:
+        cut.step(x, target=target)
+    except RankLostError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_rank_that_never_calls_step_is_named_by_those_that_did(ranks):
+    first, absent, last = ranks(3).run(a_rank_that_never_comes, 3.0)
+    assert absent == ""
+    for words in (first, last):
+        assert words.startswith("rank 1 did not come to the step that the others are in within 3 s")
