@@ -9,8 +9,8 @@ together is waited for by a thread, and the rank itself waits for the thread and
     rank 2   thread   work.wait() ──> connection closed by rank 3
              rank     done? error ──> [1] raise the alarm ─────> [2] who has ended? ──> RankLostError: rank 3
 
-[1] The alarm is a key in the group's store. [2] To send to a process that has ended is an error at once, as every rank
-is connected to every other; so each finds out by itself.
+[1] The alarm is a key in the group's store, whose value is in words what has happened, where that is known. [2] To send
+to a process that has ended is an error at once, as every rank is connected to every other; so each finds out by itself.
 
 If nothing happens for the group's timeout, whoever is not waiting too has not come. All of this is about the small
 messages between hosts, never about tensors on a device, so no stream is concerned.
@@ -36,6 +36,7 @@ __all__ = ["Watch"]
 _GLANCE = 0.5  # seconds between two looks at the store
 _SETTLE = 2.0  # seconds in which every rank has heard of a closed connection
 _PROBE_TAG = 1
+_ALARM = "alarm"
 
 
 class _Wait:
@@ -83,7 +84,7 @@ class Watch:
         wait, start, told = _Wait(work), time.monotonic(), False
         self._waits.put(wait)
         while not wait.done.wait(_GLANCE):
-            if self._has("alarm"):
+            if self._has(_ALARM):
                 raise self._lost(None)
             if not told:
                 self._set(self._presence(self._group.rank()))
@@ -102,19 +103,28 @@ class Watch:
         except RuntimeError:  # the rank that hosts the store has ended, which is an alarm by itself
             return True
 
-    def _set(self, key: str) -> None:
+    def _set(self, key: str, words: str = "") -> None:
         with contextlib.suppress(RuntimeError):
-            self._store.set(key, "")
+            self._store.set(key, words)
 
     def _lost(self, error: Exception | None) -> RankLostError:
-        self._set("alarm")
+        """The error to raise here, after one of the connection, or where another rank has raised the alarm."""
+        if error is not None:
+            self._set(_ALARM)
+        elif words := self._alarm():
+            return RankLostError(words)
         deadline = time.monotonic() + _SETTLE
         others = [rank for rank in range(self._group.size()) if rank != self._group.rank()]
         while not (ended := [rank for rank in others if not self._answers(rank)]) and time.monotonic() < deadline:
             time.sleep(0.1)
-        if ended:
-            return RankLostError(f"{_ranks(ended)} ended while others were in a step. Start all ranks again")
-        return RankLostError(f"the ranks have lost touch ({error or 'another one has said so'}). Start all ranks again")
+        what = f"{_ranks(ended)} ended while others were in a step" if ended else f"the ranks have lost touch: {error}"
+        return RankLostError(f"{what}. Start all ranks again")
+
+    def _alarm(self) -> str:
+        try:
+            return self._store.get(_ALARM).decode()
+        except RuntimeError:
+            return ""
 
     def _answers(self, rank: int) -> bool:
         probe = torch.zeros(1)
@@ -126,12 +136,13 @@ class Watch:
 
     def _late(self) -> RankLostError:
         absent = [rank for rank in range(self._group.size()) if not self._has(self._presence(rank))]
-        self._set("alarm")
-        return RankLostError(
+        words = (
             f"{_ranks(absent) or 'some rank'} did not come to the step that the others are in within "
             f"{self._patience.total_seconds():.0f} s, the process group's timeout: every rank has to call step() or "
             "eval() as often as the others. Start all ranks again"
         )
+        self._set(_ALARM, words)
+        return RankLostError(words)
 
 
 def _ranks(ranks: list[int]) -> str:
