@@ -54,7 +54,16 @@ def _run_waits(waits: SimpleQueue[_Wait | None]) -> None:
             wait.work.wait()
         except Exception as error:  # told by the rank that waits for this
             wait.error = error
-        wait.done.set()
+        done = wait.done
+        del wait  # and with it the work, before anybody goes on
+        done.set()
+
+
+def _end(waits: SimpleQueue[_Wait | None], thread: threading.Thread) -> None:
+    """End the thread before the interpreter does: one that came out of gloo after that would abort the process."""
+    waits.put(None)
+    if thread is not threading.current_thread():
+        thread.join(_SETTLE)
 
 
 class Watch:
@@ -71,8 +80,9 @@ class Watch:
         self._number = 0
         self._probes: list[tuple[dist.Work, torch.Tensor]] = []
         self._waits: SimpleQueue[_Wait | None] = SimpleQueue()
-        threading.Thread(target=_run_waits, args=(self._waits,), daemon=True, name="pipelining_dualpipev").start()
-        weakref.finalize(self, self._waits.put, None)
+        thread = threading.Thread(target=_run_waits, args=(self._waits,), daemon=True, name="pipelining_dualpipev")
+        thread.start()
+        weakref.finalize(self, _end, self._waits, thread)
 
     def wait(self, work: dist.Work) -> None:
         """Return when the work is done.

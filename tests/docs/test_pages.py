@@ -23,7 +23,7 @@ def blocks(page: str, language: str, after: str = "") -> list[str]:
     return re.findall(rf"^{after}```{language}\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
 
 
-def run_on_two_ranks(script: str, folder: Path, num_ranks: int = 2) -> str:
+def run_on_ranks(script: str, folder: Path, num_ranks: int = 2) -> str:
     """Run it as the page says, with torchrun; a warning is an error here as in every other test.
 
     What a rank prints goes to a file of its own: into one pipe, ranks write in the middle of each other's lines.
@@ -49,7 +49,7 @@ def assert_same_output(said: str, shown: str) -> None:
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda path: path.stem)
 def test_a_tutorial_runs_and_prints_what_it_shows(page, tmp_path):
     text = page.read_text()
-    said = run_on_two_ranks("\n".join(blocks(text, "python")), tmp_path)
+    said = run_on_ranks("\n".join(blocks(text, "python")), tmp_path)
     (shown,) = blocks(text, "text", after="<!-- output -->\n")
     assert_same_output(said, shown)
 
@@ -59,9 +59,19 @@ def test_a_tutorial_runs_and_prints_what_it_shows(page, tmp_path):
 def test_the_scripts_of_the_readme_run(name, tmp_path):
     (script,) = blocks(README, "python", after=f"<!-- script: {name} -->\n")
     assert len([line for line in script.splitlines() if line]) <= 16
-    said = run_on_two_ranks(script, tmp_path)
+    said = run_on_ranks(script, tmp_path)
     assert "rank 0" in said
     assert "rank 1" in said
+
+
+@pytest.mark.slow
+def test_the_script_on_data_parallelism_gives_all_ranks_one_norm(tmp_path):
+    (script,) = blocks(
+        (ROOT / "docs/how-to/data-parallel.md").read_text(), "python", "<!-- script: data parallel -->\n"
+    )
+    said = run_on_ranks(script, tmp_path, num_ranks=4)
+    assert len(set(re.findall(r"gradient norm \d+\.\d+", said))) == 1
+    assert len(said.splitlines()) == 4
 
 
 def test_the_page_on_fuzzing_fuzzes(tmp_path):
