@@ -10,7 +10,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipelining_dualpipev.errors import PipelineError, RanksDisagreeError, ScheduleError, SplitError
+    from pipelining_dualpipev.errors import (
+        CheckpointError,
+        PipelineError,
+        RanksDisagreeError,
+        ScheduleError,
+        SplitError,
+    )
     from pipelining_dualpipev.planning.placement import stage_indices
     from pipelining_dualpipev.runtime.gradients import clip_grad_norm_, mean_loss
     from pipelining_dualpipev.schedule import ScheduleDualPipeV, ScheduleFromOrder
@@ -21,6 +27,7 @@ __all__ = [
     "stage_indices",
     "mean_loss",
     "clip_grad_norm_",
+    "CheckpointError",
     "PipelineError",
     "RanksDisagreeError",
     "ScheduleError",
@@ -33,6 +40,7 @@ _HOME = {
     "stage_indices": "planning.placement",
     "mean_loss": "runtime.gradients",
     "clip_grad_norm_": "runtime.gradients",
+    "CheckpointError": "errors",
     "PipelineError": "errors",
     "RanksDisagreeError": "errors",
     "ScheduleError": "errors",
