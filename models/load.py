@@ -61,11 +61,12 @@ def from_pretrained(
     device: torch.device | str | None = None,
     dp_group: dist.ProcessGroup | None = None,
     config: PretrainedConfig | None = None,
+    model_class: Any = None,
     **hub: Any,
 ) -> SplitModel:
     """Open a checkpoint of transformers as the 2P stages of a V; each rank reads the bytes of its own two. Collective.
 
-    The class is the one that the config names. As with ``from_pretrained`` of transformers, the modules are in
+    As with ``from_pretrained`` of transformers, the modules are in
     evaluation mode: call ``train()`` before training.
 
     Args:
@@ -76,6 +77,7 @@ def from_pretrained(
         device: where the stages run; by default the current accelerator, or the CPU if there is none.
         dp_group: over which batches differ (see `split`).
         config: instead of the checkpoint's own, for one with other dropout, attention implementation and so on.
+        model_class: an Auto class of transformers, or a class of a model; by default the one that the config names.
         hub: for the look-up: ``revision``, ``token``, ``cache_dir``, ``local_files_only``, ``subfolder``.
 
     Raises:
@@ -90,7 +92,7 @@ def from_pretrained(
     def open_own_part() -> None:
         with CheckpointFiles(name_or_dir, **hub) as files:
             own_config = copy.deepcopy(config) or AutoConfig.from_pretrained(name_or_dir, **hub)
-            skeleton = _make_skeleton(files, own_config, dtype, **hub)
+            skeleton = _make_skeleton(files, own_config, dtype, model_class, **hub)
             _load_buffers(skeleton, files)
             plan = plan_skeleton(skeleton, num_ranks, example)
             own = Placement.v(num_ranks).stages_of(rank)
@@ -107,18 +109,18 @@ def from_pretrained(
     return opened[0]
 
 
-def _make_skeleton(files: CheckpointFiles, config: Any, dtype: torch.dtype | str | None, **hub: Any) -> Any:
+def _make_skeleton(
+    files: CheckpointFiles, config: Any, dtype: torch.dtype | str | None, model_class: Any, **hub: Any
+) -> Any:
     """The model with its parameters on meta, of the types that transformers would give them, and real buffers."""
     if getattr(config, "quantization_config", None) is not None:
         raise CheckpointError(f"{files.place} is quantized, which cannot be trained: give the original weights")
     named = (getattr(config, "architectures", None) or [None])[0]
-    known = getattr(transformers, named, None) if named else None
+    model_class = model_class or (getattr(transformers, named, None) if named else None) or AutoModelForCausalLM
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype or config.dtype or torch.get_default_dtype()
     with torch.device("meta"):
-        if known is None:
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        else:
-            model = known._from_config(config, dtype=dtype)
+        make = model_class.from_config if hasattr(model_class, "from_config") else model_class._from_config
+        model = make(config, dtype=dtype)
     kept_precise = model._get_dtype_plan(dtype)
     if kept_precise:
         pattern, groups, _ = build_glob_alternation(list(kept_precise))

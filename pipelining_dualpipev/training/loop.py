@@ -6,7 +6,7 @@
     [1]     join the process group; find the device
     [2]     check the options                    check the options          every rank learns of every complaint
     [3]     read the text, tokenize              --
-    [4]     build the model, split it, drop the rest
+    [4]     open its own two stages of the model
     [5]     step(input_ids, labels, losses)      step()                     then clip over all stages, AdamW
     [6]     eval(...) on the held-out windows    eval()
     [7]     write the checkpoint, each rank its own weights
@@ -31,10 +31,9 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from pipelining_dualpipev import ScheduleDualPipeV, clip_grad_norm_, mean_loss
-from pipelining_dualpipev.models import split
 from pipelining_dualpipev.training.config import TrainConfig
 from pipelining_dualpipev.training.data import ByteEncoding, TrainingData, load_data
-from pipelining_dualpipev.training.model import build_model, check_model, load_encoding
+from pipelining_dualpipev.training.model import check_model, check_vocabulary, load_encoding, open_model
 
 __all__ = ["TrainResult", "learning_rate_factor", "train"]
 
@@ -83,14 +82,13 @@ def train(config: TrainConfig) -> TrainResult | None:
         with _agreed():
             encoding = load_encoding(config)
             data = load_data(config, encoding) if rank == 0 else None
-            whole = build_model(config, encoding)
+            check_vocabulary(config, encoding)
         example = {
             name: torch.zeros(config.microbatch_size, config.seq_len, dtype=torch.long, device=device)
             for name in ("input_ids", "labels")
         }
         with _agreed():
-            model = split(whole, dist.group.WORLD, example=example, device=device)
-            del whole
+            model = open_model(config, encoding, example, device)
         schedule = ScheduleDualPipeV(model.stages, config.microbatches, model.loss_fn)
 
         seconds, train_loss = _train_steps(config, schedule, model, data, device)
