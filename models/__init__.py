@@ -2,6 +2,7 @@
 
 from pipelining_dualpipev.models.load import from_pretrained
 from pipelining_dualpipev.models.plan import SplitPlan
+from pipelining_dualpipev.models.resume import load_checkpoint, save_checkpoint
 from pipelining_dualpipev.models.split import SplitModel, plan_split, split
 
-__all__ = ["split", "from_pretrained", "plan_split", "SplitModel", "SplitPlan"]
+__all__ = ["split", "from_pretrained", "plan_split", "save_checkpoint", "load_checkpoint", "SplitModel", "SplitPlan"]

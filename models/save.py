@@ -33,7 +33,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from pipelining_dualpipev.models.agree import everywhere
 from pipelining_dualpipev.models.plan import SplitPlan
 
-__all__ = ["save_pretrained"]
+__all__ = ["own_tensors", "save_pretrained"]
 
 _INDEX = "model.safetensors.index.json"
 
@@ -93,21 +93,30 @@ def _not_saved(words: str) -> OSError:
     return OSError(f"the checkpoint could not be saved: {words}")
 
 
+def own_tensors(model: nn.Module, plan: SplitPlan, stage: int) -> dict[str, torch.Tensor]:
+    """The parameters and persistent buffers that ``stage`` has to save, by the model's own names.
+
+    A tied parameter is saved once, by its first name. Buffers are on every stage; those of a unit count where it runs,
+    others on the first.
+    """
+    unit_stage = {event.unit: event.stage for event in plan.events}
+    own: dict[str, torch.Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        if name in plan.names:
+            if plan.names[name] == name:
+                own[name] = tensor
+        else:
+            unit = plan.units.unit_of(name)
+            if (unit_stage.get(unit, 0) if unit else 0) == stage:
+                own[name] = tensor
+    return own
+
+
 def _own_state(models: Iterable[nn.Module], plan: SplitPlan, stages: Iterable[int]) -> dict[str, torch.Tensor]:
     """This rank's parameters and buffers, under the names that a checkpoint has."""
     state: dict[str, torch.Tensor] = {}
-    unit_stage = {event.unit: event.stage for event in plan.events}
     for model, stage in zip(models, stages, strict=True):
-        own: dict[str, torch.Tensor] = {}
-        for name, tensor in model.state_dict().items():
-            if name in plan.names:
-                if plan.names[name] == name:  # a tied one is saved once, by its first name
-                    own[name] = tensor
-            else:
-                unit = plan.units.unit_of(name)
-                if (unit_stage.get(unit, 0) if unit else 0) == stage:
-                    own[name] = tensor
-        state |= revert_weight_conversion(model, own)
+        state |= revert_weight_conversion(model, own_tensors(model, plan, stage))
     return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
 
 
