@@ -88,6 +88,20 @@ def train(
     device: Annotated[
         str, typer.Option(help="cpu, cuda, or auto: cuda if every rank of this machine has a GPU of its own.")
     ] = _DEFAULT.device,
+    checkpoint_every: Annotated[
+        int,
+        typer.Option(
+            help="Keep the state of the run every so many steps, and at the end, in a directory named like --save with "
+            ".state at its end. 0: never."
+        ),
+    ] = _DEFAULT.checkpoint_every,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Go on from that state; the numbers of ranks, microbatches and steps may differ from before.",
+        ),
+    ] = _DEFAULT.resume,
 ) -> None:
     """Train a causal language model under DualPipeV and write a checkpoint that plain transformers opens.
 
@@ -115,6 +129,8 @@ def train(
         held_out_batches=held_out_batches,
         seed=seed,
         device=device,
+        checkpoint_every=checkpoint_every,
+        resume=resume,
     )
     with _plain_errors():
         (run_as_rank if is_launched() else launch)(config)

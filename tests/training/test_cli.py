@@ -49,8 +49,13 @@ def test_every_option_arrives(given: list[tuple[str, TrainConfig]]):
         held_out_batches=4,
         seed=9,
         device="cpu",
+        checkpoint_every=13,
+        resume=True,
     )
-    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in vars(wanted).items()]
+    arguments = [
+        f"--{name.replace('_', '-')}" + (f"={value}" if not isinstance(value, bool) else "")
+        for name, value in vars(wanted).items()
+    ]
     assert all(value != vars(TrainConfig())[name] for name, value in vars(wanted).items())
     assert CliRunner().invoke(cli.app, ["train", *arguments]).exit_code == 0
     assert given == [("launch", wanted)]
