@@ -16,7 +16,7 @@ from pipelining_dualpipev.training.data import ByteEncoding, Encoding, Tokenizer
 if TYPE_CHECKING:
     from pipelining_dualpipev.models import SplitModel
 
-__all__ = ["BUILT_IN", "build_model", "check_model", "check_vocabulary", "load_encoding", "open_model"]
+__all__ = ["BUILT_IN", "build_model", "check_model", "check_vocabulary", "first_line", "load_encoding", "open_model"]
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json")
 # What a model of width 128 needs to learn within a minute: transformers' own 0.02 suits widths of thousands.
@@ -105,7 +105,7 @@ def load_encoding(config: TrainConfig) -> Encoding:
     try:
         return TokenizerEncoding(AutoTokenizer.from_pretrained(directory, local_files_only=True))
     except Exception as error:  # of a dozen types, if the directory is not what it should be
-        raise ValueError(f"--model {directory}: its tokenizer cannot be loaded: {_first_line(error)}") from error
+        raise ValueError(f"--model {directory}: its tokenizer cannot be loaded: {first_line(error)}") from error
 
 
 def check_vocabulary(config: TrainConfig, encoding: Encoding) -> None:
@@ -155,7 +155,7 @@ def open_model(config: TrainConfig, encoding: Encoding, example: dict[str, Any],
             local_files_only=True,
         )
     except Exception as error:  # of a dozen types, if the directory is not what it should be
-        raise ValueError(f"--model {directory}: it cannot be loaded: {_first_line(error)}") from error
+        raise ValueError(f"--model {directory}: it cannot be loaded: {first_line(error)}") from error
 
 
 def build_model(config: TrainConfig, encoding: Encoding) -> Any:
@@ -179,7 +179,7 @@ def build_model(config: TrainConfig, encoding: Encoding) -> Any:
             return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
         return AutoModelForCausalLM.from_config(_load_config(directory), dtype=torch.float32)
     except Exception as error:  # of a dozen types, if the directory is not what it should be
-        raise ValueError(f"--model {directory}: transformers cannot load it: {_first_line(error)}") from error
+        raise ValueError(f"--model {directory}: transformers cannot load it: {first_line(error)}") from error
 
 
 def _load_config(directory: Path) -> Any:
@@ -188,7 +188,7 @@ def _load_config(directory: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(directory, local_files_only=True)
     except Exception as error:  # of a dozen types, if the directory is not what it should be
-        raise ValueError(f"--model {directory}: its config.json cannot be read: {_first_line(error)}") from error
+        raise ValueError(f"--model {directory}: its config.json cannot be read: {first_line(error)}") from error
 
 
 def _num_layers(model_config: Any) -> int | None:
@@ -196,6 +196,7 @@ def _num_layers(model_config: Any) -> int | None:
     return getattr(model_config.get_text_config(), "num_hidden_layers", None)
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """The first line of an error's words, or its type if it has none."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
