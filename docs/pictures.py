@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from pipelining_dualpipev.planning import Action, Kind, Placement, dualpipev_order, simulate
@@ -78,21 +79,26 @@ def fenced(lines: list[str]) -> str:
     return "\n".join(["```text", *lines, "```", ""])
 
 
-def train_options() -> str:
-    """The options of ``dualpipev train``, from the command itself."""
+def options(name: str) -> str:
+    """The options of a command of ``dualpipev``, from the command itself."""
     import typer.main
 
     from pipelining_dualpipev.cli import app
 
     lines = ["| option | default | |", "|---|---|---|"]
-    command = typer.main.get_command(app).commands["train"]  # type: ignore[attr-defined]
+    command = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
     for option in command.params:
         shown = option.show_default if isinstance(option.show_default, str) else f"`{option.default}`"
         lines.append(f"| `{option.opts[0]}` | {shown} | {option.help} |")
     return "\n".join([*lines, ""])
 
 
-PICTURES: dict[str, Callable[[], str]] = {"time": time, "steps": steps, "train-options": train_options}
+PICTURES: dict[str, Callable[[], str]] = {
+    "time": time,
+    "steps": steps,
+    "train-options": partial(options, "train"),
+    "verify-options": partial(options, "verify"),
+}
 
 
 def pages() -> Iterator[Path]:

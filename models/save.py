@@ -18,10 +18,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,11 +30,11 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
 
+from pipelining_dualpipev.models.agree import everywhere
 from pipelining_dualpipev.models.plan import SplitPlan
 
-__all__ = ["save_pretrained"]
+__all__ = ["own_tensors", "save_pretrained"]
 
-T = TypeVar("T")
 _INDEX = "model.safetensors.index.json"
 
 
@@ -61,13 +61,13 @@ def save_pretrained(
         aside.mkdir(parents=True)
         return str(aside)
 
-    names = _everywhere(lambda: prepare() if rank == 0 else "", group)
+    names = everywhere(lambda: prepare() if rank == 0 else "", group, otherwise=_not_saved)
     aside = Path(names[0])
     try:
         state = _own_state(models, plan, stages)
         shards = split_torch_state_dict_into_shards(state, max_shard_size=max_shard_size)
         parts = [{name: state[name] for name in tensors} for tensors in shards.filename_to_tensors.values() if tensors]
-        counts = _everywhere(lambda: len(parts), group)
+        counts = everywhere(lambda: len(parts), group, otherwise=_not_saved)
         total, before = sum(counts), sum(counts[:rank])
 
         def write() -> dict[str, tuple[str, int]]:
@@ -78,46 +78,45 @@ def save_pretrained(
                 written |= {name: (file, tensor.nbytes) for name, tensor in part.items()}
             return written
 
-        everything = _everywhere(write, group)
-        _everywhere(lambda: _finish(aside, place, everything, skeleton, tokenizer) if rank == 0 else None, group)
+        everything = everywhere(write, group, otherwise=_not_saved)
+        everywhere(
+            lambda: _finish(aside, place, everything, skeleton, tokenizer) if rank == 0 else None,
+            group,
+            otherwise=_not_saved,
+        )
     finally:
         if rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
 
 
-def _everywhere(do: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
-    """Do something on every rank; every rank's result, or on every rank the same error if one has failed."""
-    result: T | None = None
-    error: Exception | None = None
-    try:
-        result = do()
-    except Exception as raised:
-        error = raised
-    told: list[Any] = [None] * dist.get_world_size(group)
-    words = f"{type(error).__name__}: {error}" if error else None
-    dist.all_gather_object(told, (result, words), group=group)
-    if error:
-        raise error
-    if failed := [f"rank {rank}: {words}" for rank, (_, words) in enumerate(told) if words]:
-        raise OSError(f"the checkpoint could not be saved: {'; '.join(failed)}")
-    return [result for result, _ in told]
+def _not_saved(words: str) -> OSError:
+    return OSError(f"the checkpoint could not be saved: {words}")
+
+
+def own_tensors(model: nn.Module, plan: SplitPlan, stage: int) -> dict[str, torch.Tensor]:
+    """The parameters and persistent buffers that ``stage`` has to save, by the model's own names.
+
+    A tied parameter is saved once, by its first name. Buffers are on every stage; those of a unit count where it runs,
+    others on the first.
+    """
+    unit_stage = {event.unit: event.stage for event in plan.events}
+    own: dict[str, torch.Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        if name in plan.names:
+            if plan.names[name] == name:
+                own[name] = tensor
+        else:
+            unit = plan.units.unit_of(name)
+            if (unit_stage.get(unit, 0) if unit else 0) == stage:
+                own[name] = tensor
+    return own
 
 
 def _own_state(models: Iterable[nn.Module], plan: SplitPlan, stages: Iterable[int]) -> dict[str, torch.Tensor]:
     """This rank's parameters and buffers, under the names that a checkpoint has."""
     state: dict[str, torch.Tensor] = {}
-    unit_stage = {event.unit: event.stage for event in plan.events}
     for model, stage in zip(models, stages, strict=True):
-        own: dict[str, torch.Tensor] = {}
-        for name, tensor in model.state_dict().items():
-            if name in plan.names:
-                if plan.names[name] == name:  # a tied one is saved once, by its first name
-                    own[name] = tensor
-            else:
-                unit = plan.units.unit_of(name)
-                if (unit_stage.get(unit, 0) if unit else 0) == stage:
-                    own[name] = tensor
-        state |= revert_weight_conversion(model, own)
+        state |= revert_weight_conversion(model, own_tensors(model, plan, stage))
     return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
 
 

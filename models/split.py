@@ -20,7 +20,7 @@ from pipelining_dualpipev.models.stage import StageModule
 from pipelining_dualpipev.models.surgery import initialize, make_skeleton, refuse_hooks_on_glue
 from pipelining_dualpipev.planning.placement import Placement
 
-__all__ = ["SplitModel", "build_stages", "plan_split", "split"]
+__all__ = ["SplitModel", "build_stages", "make_stages", "plan_skeleton", "plan_split", "split", "where"]
 
 
 class SplitModel:
@@ -124,11 +124,25 @@ def plan_split(
 
 
 def _plan(model: nn.Module, num_ranks: int, example: Mapping[str, Any]) -> tuple[SplitPlan, nn.Module]:
-    placement = Placement.v(num_ranks)
     skeleton = make_skeleton(model)
-    plan = make_plan(skeleton, placement.num_stages, example)
+    plan = plan_skeleton(skeleton, num_ranks, example)
     refuse_hooks_on_glue(model, plan.units)
     return plan, skeleton
+
+
+def plan_skeleton(skeleton: nn.Module, num_ranks: int, example: Mapping[str, Any]) -> SplitPlan:
+    """Plan the V of a skeleton (`models.surgery.make_skeleton`) over ``num_ranks`` ranks; it is left as it is."""
+    return make_plan(skeleton, Placement.v(num_ranks).num_stages, example)
+
+
+def where(
+    group_or_mesh: dist.ProcessGroup | DeviceMesh | None, device: torch.device | str | None
+) -> tuple[dist.ProcessGroup | None, torch.device]:
+    """The group and the device that a caller has meant."""
+    group = group_or_mesh.get_group() if isinstance(group_or_mesh, DeviceMesh) else group_or_mesh
+    if device is None:
+        device = torch.accelerator.current_accelerator() or "cpu" if torch.accelerator.is_available() else "cpu"
+    return group, torch.device(device)
 
 
 def split(
@@ -155,11 +169,8 @@ def split(
     Raises:
         SplitError: on every rank, if the model cannot be split so, with the reason.
     """
-    group = group_or_mesh.get_group() if isinstance(group_or_mesh, DeviceMesh) else group_or_mesh
+    group, device = where(group_or_mesh, device)
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
-    if device is None:
-        device = torch.accelerator.current_accelerator() or "cpu" if torch.accelerator.is_available() else "cpu"
-    device = torch.device(device)
     plan, skeleton = _plan(model, num_ranks, example)
     loss_fn = LossFunction(plan.loss, dp_group) if plan.loss else None
     own = Placement.v(num_ranks).stages_of(rank)
@@ -176,32 +187,39 @@ def build_stages(
     loss_fn: LossFunction | None,
 ) -> dict[int, StageModule]:
     """The modules of the given stages, with weights; a parameter that two of them share is one object."""
-    parameters: dict[str, nn.Parameter] = {}
     weights = dict(model.named_parameters(remove_duplicate=False))
+    parameters: dict[str, nn.Parameter] = {}
+    for first in {plan.names[name] for stage in stages for name in plan.local_parameters(stage)}:
+        weight = weights[first]
+        data = torch.empty_like(weight, device=device) if weight.is_meta else weight.detach().to(device, copy=True)
+        parameters[first] = nn.Parameter(data, requires_grad=weight.requires_grad)
+    modules = make_stages(skeleton, plan, stages, parameters, device, loss_fn)
+    made = {parameter for first, parameter in parameters.items() if weights[first].is_meta}
+    if made:
+        _initialize(made, modules)
+    return modules
 
-    def own_copy(name: str) -> nn.Parameter:
-        first = plan.names[name]
-        if first not in parameters:
-            weight = weights[first]
-            data = torch.empty_like(weight, device=device) if weight.is_meta else weight.detach().to(device, copy=True)
-            parameters[first] = nn.Parameter(data, requires_grad=weight.requires_grad)
-        return parameters[first]
 
-    modules = {
+def make_stages(
+    skeleton: nn.Module,
+    plan: SplitPlan,
+    stages: tuple[int, ...],
+    parameters: Mapping[str, nn.Parameter],
+    device: torch.device,
+    loss_fn: LossFunction | None,
+) -> dict[int, StageModule]:
+    """The modules of the given stages around ``parameters``, which are given by their first names."""
+    return {
         stage: StageModule(
             skeleton,
             plan,
             stage,
-            {name: own_copy(name) for name in plan.local_parameters(stage)},
+            {name: parameters[plan.names[name]] for name in plan.local_parameters(stage)},
             device,
             loss_fn,
         )
         for stage in stages
     }
-    made = [first for first in parameters if weights[first].is_meta]
-    if made:
-        _initialize({parameters[first] for first in made}, modules)
-    return modules
 
 
 def _initialize(fresh: set[nn.Parameter], modules: Mapping[int, StageModule]) -> None:

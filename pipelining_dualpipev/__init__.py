@@ -10,7 +10,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipelining_dualpipev.errors import PipelineError, RankLostError, RanksDisagreeError, ScheduleError, SplitError
+    from pipelining_dualpipev.errors import (
+        CheckpointError,
+        PipelineError,
+        RankLostError,
+        RanksDisagreeError,
+        ScheduleError,
+        SplitError,
+    )
     from pipelining_dualpipev.planning.placement import stage_indices
     from pipelining_dualpipev.runtime.gradients import clip_grad_norm_, inject_loss, mean_loss
     from pipelining_dualpipev.schedule import ScheduleDualPipeV, ScheduleFromOrder
@@ -22,6 +29,7 @@ __all__ = [
     "mean_loss",
     "clip_grad_norm_",
     "inject_loss",
+    "CheckpointError",
     "PipelineError",
     "RankLostError",
     "RanksDisagreeError",
@@ -36,6 +44,7 @@ _HOME = {
     "mean_loss": "runtime.gradients",
     "clip_grad_norm_": "runtime.gradients",
     "inject_loss": "runtime.gradients",
+    "CheckpointError": "errors",
     "PipelineError": "errors",
     "RankLostError": "errors",
     "RanksDisagreeError": "errors",

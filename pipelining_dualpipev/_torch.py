@@ -22,6 +22,7 @@ from pipelining_dualpipev.planning.actions import Action, Order
 from pipelining_dualpipev.planning.placement import Placement
 
 __all__ = [
+    "GROUPED_MM",
     "TORCH_SCHEDULES",
     "TorchSchedule",
     "WrapperTensor",
@@ -232,6 +233,10 @@ class WrapperTensor(torch.Tensor):
         )
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+GROUPED_MM = torch.ops.aten._grouped_mm.default
+"""What experts are multiplied by where it is one operation: rows [T, K], groups [E, K, N], offsets -> [T, N]."""
 
 
 def storage_of(tensor: torch.Tensor) -> int:

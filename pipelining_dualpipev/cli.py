@@ -1,4 +1,4 @@
-"""The command line: ``dualpipev train``.
+"""The command line: ``dualpipev train`` and ``dualpipev verify``.
 
 Each command reads its options and calls the room that does the work. Nothing heavy is imported before a command runs,
 so ``--help`` answers at once.
@@ -22,7 +22,7 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="dualpipev",
-    help="DualPipeV for torch.distributed.pipelining: train a Hugging Face model on the V.",
+    help="DualPipeV for torch.distributed.pipelining: train Hugging Face models on the V.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -30,11 +30,6 @@ app = typer.Typer(
 )
 
 _DEFAULT = TrainConfig()
-
-
-@app.callback()
-def _commands() -> None:
-    """Keep `train` a sub-command while it is the only one."""
 
 
 @app.command()
@@ -88,6 +83,20 @@ def train(
     device: Annotated[
         str, typer.Option(help="cpu, cuda, or auto: cuda if every rank of this machine has a GPU of its own.")
     ] = _DEFAULT.device,
+    checkpoint_every: Annotated[
+        int,
+        typer.Option(
+            help="Keep the state of the run every so many steps, and at the end, in a directory named like --save with "
+            ".state at its end. 0: never."
+        ),
+    ] = _DEFAULT.checkpoint_every,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Go on from that state; the numbers of ranks, microbatches and steps may differ from before.",
+        ),
+    ] = _DEFAULT.resume,
 ) -> None:
     """Train a causal language model under DualPipeV and write a checkpoint that plain transformers opens.
 
@@ -115,9 +124,35 @@ def train(
         held_out_batches=held_out_batches,
         seed=seed,
         device=device,
+        checkpoint_every=checkpoint_every,
+        resume=resume,
     )
     with _plain_errors():
         (run_as_rank if is_launched() else launch)(config)
+
+
+@app.command()
+def verify(
+    model: Annotated[
+        str, typer.Option(help="A model directory as save_pretrained writes it, or a small built-in: llama, gpt2.")
+    ] = _DEFAULT.model,
+    ranks: Annotated[int, typer.Option(help="Ranks to split it over.")] = _DEFAULT.ranks,
+    batch_size: Annotated[int, typer.Option(help="Rows of the batch.")] = 2,
+    seq_len: Annotated[int, typer.Option(help="Tokens in a row.")] = 32,
+    seed: Annotated[int, typer.Option(help="Of the tokens, and of the weights where there are none.")] = _DEFAULT.seed,
+) -> None:
+    """Split a model in this process and compare its loss and every gradient with those of the model itself.
+
+    It needs no other process, and memory for the model twice with its gradients. The line that it prints names the
+    parameter whose gradient is off most; if that is more than rounding, the exit code is 1.
+    """
+    from pipelining_dualpipev.training.verify import verify_model
+
+    with _plain_errors():
+        report = verify_model(model, ranks, batch_size=batch_size, seq_len=seq_len, seed=seed)
+    print(report)
+    if not report.matches:
+        raise typer.Exit(1)
 
 
 def _default_ranks() -> int:

@@ -5,6 +5,7 @@
     ValueError
       ScheduleError        an order of actions breaks a law (planning.laws names which, where)
       SplitError           a model cannot be cut as asked: too few layers, a value that a stage lacks
+      CheckpointError      a file or key of a checkpoint is missing, damaged or does not fit
       RanksDisagreeError   ranks of one pipeline were given arguments that do not fit together
     RuntimeError
       PipelineError        a step failed while it ran, on this rank or on another
@@ -16,7 +17,7 @@ carries the numbers that do not fit and what to do about it.
 
 from __future__ import annotations
 
-__all__ = ["PipelineError", "RankLostError", "RanksDisagreeError", "ScheduleError", "SplitError"]
+__all__ = ["CheckpointError", "PipelineError", "RankLostError", "RanksDisagreeError", "ScheduleError", "SplitError"]
 
 
 class ScheduleError(ValueError):
@@ -25,6 +26,10 @@ class ScheduleError(ValueError):
 
 class SplitError(ValueError):
     """A model cannot be split into stages in the way that was asked for."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be read: a file or a key of it is missing, damaged, or does not fit the model."""
 
 
 class RanksDisagreeError(ValueError):

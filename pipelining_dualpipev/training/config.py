@@ -40,6 +40,13 @@ class TrainConfig:
     held_out_batches: int = 16
     seed: int = 0
     device: str = "auto"
+    checkpoint_every: int = 0
+    resume: bool = False
+
+    @property
+    def state(self) -> str:
+        """Where the state of the run is kept, from which it can be resumed."""
+        return f"{self.save.rstrip('/')}.state"
 
     @property
     def microbatch_size(self) -> int:
@@ -72,6 +79,7 @@ class TrainConfig:
             ("steps", 1),
             ("warmup", 0),
             ("held_out_batches", 1),
+            ("checkpoint_every", 0),
         ):
             value = getattr(self, option)
             if value < least:
@@ -105,6 +113,10 @@ class TrainConfig:
             )
         if not os.access(above, os.W_OK | os.X_OK):
             raise ValueError(f"--save {save}: no permission to write in {above}: give another directory")
+        if self.resume and not (Path(self.state) / "LATEST").is_file():
+            raise ValueError(
+                f"--resume: {self.state} holds no state of a run: give the --save of a run that had --checkpoint-every"
+            )
         if save.is_dir() and not (save / "config.json").is_file():
             others = sum(1 for _ in save.iterdir())
             if others:

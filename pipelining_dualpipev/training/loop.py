@@ -6,7 +6,7 @@
     [1]     join the process group; find the device
     [2]     check the options                    check the options          every rank learns of every complaint
     [3]     read the text, tokenize              --
-    [4]     build the model, split it, drop the rest
+    [4]     open its own two stages of the model
     [5]     step(input_ids, labels, losses)      step()                     then clip over all stages, AdamW
     [6]     eval(...) on the held-out windows    eval()
     [7]     write the checkpoint, each rank its own weights
@@ -31,10 +31,10 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from pipelining_dualpipev import ScheduleDualPipeV, clip_grad_norm_, mean_loss
-from pipelining_dualpipev.models import split
+from pipelining_dualpipev.training.checkpoint import is_due, keep_state, resume
 from pipelining_dualpipev.training.config import TrainConfig
 from pipelining_dualpipev.training.data import ByteEncoding, TrainingData, load_data
-from pipelining_dualpipev.training.model import build_model, check_model, load_encoding
+from pipelining_dualpipev.training.model import check_model, check_vocabulary, load_encoding, open_model
 
 __all__ = ["TrainResult", "learning_rate_factor", "train"]
 
@@ -83,17 +83,16 @@ def train(config: TrainConfig) -> TrainResult | None:
         with _agreed():
             encoding = load_encoding(config)
             data = load_data(config, encoding) if rank == 0 else None
-            whole = build_model(config, encoding)
+            check_vocabulary(config, encoding)
         example = {
             name: torch.zeros(config.microbatch_size, config.seq_len, dtype=torch.long, device=device)
             for name in ("input_ids", "labels")
         }
         with _agreed():
-            model = split(whole, dist.group.WORLD, example=example, device=device)
-            del whole
+            model = open_model(config, encoding, example, device)
         schedule = ScheduleDualPipeV(model.stages, config.microbatches, model.loss_fn)
 
-        seconds, train_loss = _train_steps(config, schedule, model, data, device)
+        steps, seconds, train_loss = _train_steps(config, schedule, model, data, device)
         held_out = _held_out_loss(config, schedule, model, data, device)
         tokenizer = None if isinstance(encoding, ByteEncoding) else getattr(encoding, "tokenizer", None)
         model.save_pretrained(config.save, tokenizer=tokenizer)
@@ -101,9 +100,9 @@ def train(config: TrainConfig) -> TrainResult | None:
         if data is None:
             return None
         return TrainResult(
-            steps=config.steps,
+            steps=steps,
             seconds=seconds,
-            tokens_per_second=config.steps * config.batch_tokens / seconds,
+            tokens_per_second=steps * config.batch_tokens / seconds,
             train_loss=train_loss,
             held_out_loss=data.held_out.per_byte(held_out),
             bigram=data.held_out.bigram,
@@ -125,16 +124,20 @@ def learning_rate_factor(step: int, config: TrainConfig) -> float:
 
 def _train_steps(
     config: TrainConfig, schedule: Any, model: Any, data: TrainingData | None, device: torch.device
-) -> tuple[float, float]:
+) -> tuple[int, float, float]:
+    """Train; the steps that were done, their seconds, and the last loss."""
     optimizer = torch.optim.AdamW(
         _parameter_groups(model, config.weight_decay), lr=config.learning_rate, betas=(0.9, 0.95)
     )
     rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, config))
+    first = resume(config, model, optimizer, rates)
     model.train()
     losses: list[torch.Tensor] = []
     shown, begun = math.nan, time.perf_counter()
-    with tqdm(total=config.steps, disable=data is None, unit="step", dynamic_ncols=True, mininterval=0.5) as bar:
-        for step in range(config.steps):
+    with tqdm(
+        total=config.steps, initial=first, disable=data is None, unit="step", dynamic_ncols=True, mininterval=0.5
+    ) as bar:
+        for step in range(first, config.steps):
             batch = None if data is None else data.batch(step, config)
             schedule.step(**_inputs(batch, device), losses=losses, return_outputs=False)
             norm = clip_grad_norm_(schedule, config.clip_norm)
@@ -143,18 +146,21 @@ def _train_steps(
             optimizer.zero_grad()
             bar.update()
             last = step + 1 == config.steps
-            if not last and (step + 1) % PROGRESS_EVERY:
+            keeps = is_due(config, step + 1)
+            if not (last or keeps) and (step + 1) % PROGRESS_EVERY:
                 continue
             if not math.isfinite(norm):  # the same number on every rank, so all of them stop here
                 raise ValueError(
                     f"the gradient's norm is {float(norm)} at step {step + 1} of {config.steps}: "
                     f"lower --learning-rate (now {config.learning_rate})"
                 )
+            if keeps:  # never over a state that is good with one that is not
+                keep_state(config, step + 1, model, optimizer, rates)
             if data is not None:
                 shown = torch.stack(losses).mean().item()
-                speed = (step + 1) * config.batch_tokens / (time.perf_counter() - begun)
+                speed = (step + 1 - first) * config.batch_tokens / (time.perf_counter() - begun)
                 bar.set_postfix_str(f"loss {shown:.3f}, {speed:,.0f} tokens/s", refresh=last)
-    return time.perf_counter() - begun, shown
+    return config.steps - first, time.perf_counter() - begun, shown
 
 
 def _held_out_loss(

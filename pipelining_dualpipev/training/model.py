@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipelining_dualpipev.training.config import TrainConfig
 from pipelining_dualpipev.training.data import ByteEncoding, Encoding, TokenizerEncoding
 
-__all__ = ["BUILT_IN", "build_model", "check_model", "load_encoding"]
+if TYPE_CHECKING:
+    from pipelining_dualpipev.models import SplitModel
+
+__all__ = ["BUILT_IN", "build_model", "check_model", "check_vocabulary", "first_line", "load_encoding", "open_model"]
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json")
-_WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 # What a model of width 128 needs to learn within a minute: transformers' own 0.02 suits widths of thousands.
 _INITIALIZER_RANGE = 0.05
 
@@ -103,14 +105,64 @@ def load_encoding(config: TrainConfig) -> Encoding:
     try:
         return TokenizerEncoding(AutoTokenizer.from_pretrained(directory, local_files_only=True))
     except Exception as error:  # of a dozen types, if the directory is not what it should be
-        raise ValueError(f"--model {directory}: its tokenizer cannot be loaded: {_first_line(error)}") from error
+        raise ValueError(f"--model {directory}: its tokenizer cannot be loaded: {first_line(error)}") from error
+
+
+def check_vocabulary(config: TrainConfig, encoding: Encoding) -> None:
+    """Refuse a model directory whose vocabulary is too small for the tokens.
+
+    Raises:
+        ValueError: with the numbers and what to change.
+    """
+    directory = Path(config.model)
+    if not directory.is_dir():
+        return
+    rows = getattr(_load_config(directory).get_text_config(), "vocab_size", None)
+    if rows is not None and rows < encoding.vocabulary:
+        kind = "byte values" if isinstance(encoding, ByteEncoding) else "tokens of its tokenizer"
+        raise ValueError(
+            f"--model {directory}: a vocabulary of {rows} cannot hold the {encoding.vocabulary} {kind}: "
+            f"give the directory the tokenizer that goes with the model, or train one from a config.json with "
+            f"vocab_size {encoding.vocabulary} or more"
+        )
+
+
+def open_model(config: TrainConfig, encoding: Encoding, example: dict[str, Any], device: Any) -> SplitModel:
+    """Load or make this rank's part of the model, in float32. Collective over the world.
+
+    From safetensors each rank reads its own part; otherwise each has the whole model first, and keeps its part.
+
+    Raises:
+        ValueError: if transformers cannot load it, or if it cannot be split so.
+    """
+    import torch
+    import torch.distributed as dist
+    from transformers import AutoModelForCausalLM
+
+    from pipelining_dualpipev.models import from_pretrained, split
+
+    directory = Path(config.model)
+    if not any(directory.glob("*.safetensors")):
+        return split(build_model(config, encoding), dist.group.WORLD, example=example, device=device)
+    try:
+        return from_pretrained(
+            directory,
+            dist.group.WORLD,
+            example=example,
+            dtype=torch.float32,
+            device=device,
+            model_class=AutoModelForCausalLM,
+            local_files_only=True,
+        )
+    except Exception as error:  # of a dozen types, if the directory is not what it should be
+        raise ValueError(f"--model {directory}: it cannot be loaded: {first_line(error)}") from error
 
 
 def build_model(config: TrainConfig, encoding: Encoding) -> Any:
-    """Load or make the whole model in float32, the same on every rank.
+    """Make the whole model in float32, the same on every rank, or load it from PyTorch's own files.
 
     Raises:
-        ValueError: if transformers cannot, or if the vocabulary is too small for the tokens.
+        ValueError: if transformers cannot.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -123,21 +175,11 @@ def build_model(config: TrainConfig, encoding: Encoding) -> Any:
             make(encoding.vocabulary, config.seq_len, config.layers or BUILT_IN_LAYERS), dtype=torch.float32
         )
     try:
-        if any(any(directory.glob(pattern)) for pattern in _WEIGHT_FILES):
-            model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
-        else:
-            model = AutoModelForCausalLM.from_config(_load_config(directory), dtype=torch.float32)
+        if any(directory.glob("pytorch_model*.bin")):
+            return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+        return AutoModelForCausalLM.from_config(_load_config(directory), dtype=torch.float32)
     except Exception as error:  # of a dozen types, if the directory is not what it should be
-        raise ValueError(f"--model {directory}: transformers cannot load it: {_first_line(error)}") from error
-    rows = model.get_input_embeddings().weight.shape[0]
-    if rows < encoding.vocabulary:
-        kind = "byte values" if isinstance(encoding, ByteEncoding) else "tokens of its tokenizer"
-        raise ValueError(
-            f"--model {directory}: a vocabulary of {rows} cannot hold the {encoding.vocabulary} {kind}: "
-            f"give the directory the tokenizer that goes with the model, or train one from a config.json with "
-            f"vocab_size {encoding.vocabulary} or more"
-        )
-    return model
+        raise ValueError(f"--model {directory}: transformers cannot load it: {first_line(error)}") from error
 
 
 def _load_config(directory: Path) -> Any:
@@ -146,7 +188,7 @@ def _load_config(directory: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(directory, local_files_only=True)
     except Exception as error:  # of a dozen types, if the directory is not what it should be
-        raise ValueError(f"--model {directory}: its config.json cannot be read: {_first_line(error)}") from error
+        raise ValueError(f"--model {directory}: its config.json cannot be read: {first_line(error)}") from error
 
 
 def _num_layers(model_config: Any) -> int | None:
@@ -154,6 +196,7 @@ def _num_layers(model_config: Any) -> int | None:
     return getattr(model_config.get_text_config(), "num_hidden_layers", None)
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """The first line of an error's words, or its type if it has none."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from pipelining_dualpipev import ScheduleDualPipeV, clip_grad_norm_, mean_loss
 from pipelining_dualpipev.models import SplitModel, split
-from tests.models.chain import unsplit_step
+from tests.models.unsplit import unsplit_step
 from tests.models.zoo import CASTS_TO_FP32, CONFIGS, make_batch, make_model
 
 N = 3

@@ -7,7 +7,8 @@ import copy
 import pytest
 import torch
 
-from tests.models.chain import Chain, unsplit_microbatches, unsplit_step
+from pipelining_dualpipev.models.verify import Chain
+from tests.models.unsplit import unsplit_microbatches, unsplit_step
 from tests.models.zoo import CASTS_TO_FP32, CONFIGS, EXACT, make_batch, make_model, microbatch
 
 N = 3

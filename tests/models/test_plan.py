@@ -12,7 +12,8 @@ from torch import nn
 from pipelining_dualpipev import SplitError
 from pipelining_dualpipev.models import plan_split
 from pipelining_dualpipev.models.absent import Absent, Root
-from tests.models.chain import Chain, unsplit_microbatches, unsplit_step
+from pipelining_dualpipev.models.verify import Chain
+from tests.models.unsplit import unsplit_microbatches, unsplit_step
 from tests.models.zoo import CASTS_TO_FP32, CONFIGS, make_batch, make_model, microbatch
 
 N = 2
@@ -225,3 +226,17 @@ def test_what_is_made_from_an_absents_shape_is_known_until_it_is_written():
         known.sum().item()
     with pytest.raises(SplitError, match="writes what another stage has"):
         torch.zeros(2, 3).copy_(absent)
+
+
+def test_experts_in_one_operation_are_planned_in_float32():
+    """The grouped product has kernels for float32, but the one for meta that the dry run calls takes bfloat16 alone."""
+    config = CONFIGS["qwen3_moe"][0](4)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, experts_implementation="grouped_mm", dtype=torch.float32
+    )
+    batch = make_batch(4)
+    chain = Chain(model, 2, example=microbatch(batch, 0, 2))
+    loss, gradients = unsplit_step(model, batch)
+    assert chain.step(batch, 2) == pytest.approx(loss.item(), rel=1e-6)
+    for name, gradient in chain.gradients().items():
+        torch.testing.assert_close(gradient, gradients[name], rtol=1e-4, atol=1e-6)

@@ -57,6 +57,34 @@ def _mixtral_with_router_loss(layers: int) -> Any:
     )
 
 
+def _qwen3_moe(layers: int) -> Any:
+    return hf.Qwen3MoeConfig(**_common(layers), moe_intermediate_size=8, num_experts=4, num_experts_per_tok=2)
+
+
+def _gpt_oss(layers: int) -> Any:
+    return hf.GptOssConfig(**_common(layers), num_local_experts=4, num_experts_per_tok=2, sliding_window=4)
+
+
+def _deepseek_v3(layers: int) -> Any:
+    common = {name: value for name, value in _common(layers).items() if name not in ("num_key_value_heads", "head_dim")}
+    return hf.DeepseekV3Config(
+        **common,
+        num_key_value_heads=4,
+        moe_intermediate_size=8,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=4,
+    )
+
+
 def _t5(layers: int) -> Any:
     return hf.T5Config(
         vocab_size=VOCABULARY,
@@ -83,8 +111,13 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
     "mixtral": (_mixtral, CAUSAL),
     "mixtral with router loss": (_mixtral_with_router_loss, CAUSAL),
     "gpt_neox": (_gpt_neox, CAUSAL),
+    "qwen3_moe": (_qwen3_moe, CAUSAL),
+    "deepseek_v3": (_deepseek_v3, CAUSAL),
+    "gpt_oss": (_gpt_oss, CAUSAL),
     "t5": (_t5, hf.AutoModelForSeq2SeqLM),
 }
+
+WITHOUT_SDPA = {"gpt_oss"}
 
 # Against a whole batch: transformers computes the causal loss in fp32 whatever the model's type, T5 its attention
 # weights, the mixtures their routing. Rounding then differs with the rows that are computed together.
@@ -97,7 +130,11 @@ def make_model(name: str, layers: int = 7, dtype: torch.dtype = torch.float64, d
     make_config, auto = CONFIGS[name]
     torch.manual_seed(0)
     with torch.device(device):
-        model = auto.from_config(make_config(layers), experts_implementation="eager", attn_implementation="sdpa")
+        model = auto.from_config(
+            make_config(layers),
+            experts_implementation="eager",
+            attn_implementation="eager" if name in WITHOUT_SDPA else "sdpa",
+        )
     return model.to(dtype).train()
 
 

@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from pipelining_dualpipev import cli
+from pipelining_dualpipev.models import Verification
 from pipelining_dualpipev.training.config import TrainConfig
 from pipelining_dualpipev.training.launch import RanksFailedError
 
@@ -49,8 +51,13 @@ def test_every_option_arrives(given: list[tuple[str, TrainConfig]]):
         held_out_batches=4,
         seed=9,
         device="cpu",
+        checkpoint_every=13,
+        resume=True,
     )
-    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in vars(wanted).items()]
+    arguments = [
+        f"--{name.replace('_', '-')}" + (f"={value}" if not isinstance(value, bool) else "")
+        for name, value in vars(wanted).items()
+    ]
     assert all(value != vars(TrainConfig())[name] for name, value in vars(wanted).items())
     assert CliRunner().invoke(cli.app, ["train", *arguments]).exit_code == 0
     assert given == [("launch", wanted)]
@@ -117,3 +124,25 @@ def test_a_mistake_is_one_line_without_starting_a_process(
     assert words in result.stderr
     assert result.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_verify_a_directory(tmp_path: Path):
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=4, pad_token_id=0
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    result = CliRunner().invoke(cli.app, ["verify", "--model", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("the split model is the model: loss ")
+    result = CliRunner().invoke(cli.app, ["verify", "--model", str(tmp_path), "--ranks", "3"])
+    assert result.exit_code == 2
+    assert "4 layers cannot fill the 6 stages of 3 ranks" in result.stderr
+
+
+def test_verify_of_a_split_that_is_wrong_has_another_exit_code(monkeypatch: pytest.MonkeyPatch):
+    wrong = Verification(loss=1.0, expected_loss=1.0, errors={"a": 0.0, "b": 0.5}, tolerance=1e-6)
+    monkeypatch.setattr("pipelining_dualpipev.training.verify.verify_model", lambda *args, **options: wrong)
+    result = CliRunner().invoke(cli.app, ["verify"])
+    assert result.exit_code == 1
+    assert "NOT the model" in result.stdout
+    assert "worst of 2 gradients b, off by 5.0e-01" in result.stdout

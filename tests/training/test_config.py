@@ -35,6 +35,8 @@ def test_what_is_right_passes(config: TrainConfig):
         ({"batch_size": 0}, "--batch-size is 0"),
         ({"seq_len": 1}, "--seq-len is 1: it has to be 2 or more"),
         ({"warmup": -1}, "--warmup is -1"),
+        ({"checkpoint_every": -1}, "--checkpoint-every is -1"),
+        ({"resume": True}, r"--resume: .*checkpoint\.state holds no state of a run: give the --save of a run that had"),
         ({"held_out_batches": 0}, "--held-out-batches is 0"),
         ({"learning_rate": 0.0}, "--learning-rate is 0.0: it has to be above 0"),
         ({"learning_rate": float("nan")}, "--learning-rate is nan"),

@@ -19,7 +19,7 @@ from pipelining_dualpipev.training.data import (
     held_out_loss,
     load_data,
 )
-from pipelining_dualpipev.training.model import build_model, load_encoding
+from pipelining_dualpipev.training.model import build_model, check_vocabulary, load_encoding, open_model
 from pipelining_dualpipev.training.text import find_text, hold_out
 
 
@@ -179,24 +179,43 @@ def test_a_model_directory_brings_its_own_tokenizer_or_reads_bytes(config: Train
     encoding = load_encoding(here)
     assert isinstance(encoding, TokenizerEncoding)
     with pytest.raises(ValueError, match=r"a vocabulary of 256 cannot hold the \d+ tokens of its tokenizer"):
-        build_model(here, encoding)
+        check_vocabulary(here, encoding)
+    check_vocabulary(here, ByteEncoding())
 
 
-def test_a_directory_with_only_a_config_is_trained_from_scratch(config: TrainConfig, tmp_path: Path):
+def open_on_a_rank(config: TrainConfig) -> dict[str, torch.Tensor]:
+    ids = torch.zeros(2, 16, dtype=torch.long)
+    parts = open_model(config, ByteEncoding(), {"input_ids": ids, "labels": ids}, torch.device("cpu"))
+    return {name: parameter.detach() for name, parameter in parts.named_parameters()}
+
+
+def test_a_directory_with_weights_goes_on_and_one_with_only_a_config_starts_from_scratch(
+    ranks, config: TrainConfig, tmp_path: Path
+):
     model = build_model(config, ByteEncoding())
     assert 1e6 < model.num_parameters() < 5e6
     model.save_pretrained(tmp_path)
     here = replace(config, model=str(tmp_path))
-    same = build_model(here, ByteEncoding())
-    assert all(map(torch.equal, model.parameters(), same.parameters()))
+    expected = dict(model.named_parameters())
+
+    def opened(config: TrainConfig) -> dict[str, torch.Tensor]:
+        first, second = ranks(2).run(open_on_a_rank, config)
+        assert not first.keys() & second.keys()
+        assert {**first, **second}.keys() == expected.keys()
+        return {**first, **second}
+
+    assert all(torch.equal(value, expected[name]) for name, value in opened(here).items())
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     (tmp_path / "model.safetensors").unlink()
-    fresh = build_model(replace(here, seed=1), ByteEncoding())
-    assert fresh.num_parameters() == model.num_parameters()
-    assert not all(map(torch.equal, model.parameters(), fresh.parameters()))
+    assert all(torch.equal(value, expected[name]) for name, value in opened(here).items())
+    (tmp_path / "pytorch_model.bin").unlink()
+    assert not all(torch.equal(value, expected[name]) for name, value in opened(replace(here, seed=1)).items())
 
 
-def test_a_file_of_weights_that_is_no_such_thing(config: TrainConfig, tmp_path: Path):
+def test_a_file_of_weights_that_is_no_such_thing(ranks, config: TrainConfig, tmp_path: Path):
     build_model(config, ByteEncoding()).config.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"not weights")
-    with pytest.raises(ValueError, match="transformers cannot load it"):
-        build_model(replace(config, model=str(tmp_path)), ByteEncoding())
+    for raised in ranks(2).run_expecting_errors(open_on_a_rank, replace(config, model=str(tmp_path))):
+        assert raised.type == "ValueError"
+        assert "it cannot be loaded: " in raised.message
+        assert "model.safetensors is cut short or damaged" in raised.message

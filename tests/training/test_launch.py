@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -204,6 +205,40 @@ def test_the_same_seed_gives_the_same_losses(start: Callable[..., Job]):
         last.append(job.output().splitlines()[-1])
     assert last[0] == last[1] != last[2]
     assert last[0].startswith("held-out loss ")
+
+
+def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(start: Callable[..., Job], tmp_path: Path):
+    straight = start("--steps", "30")
+    assert straight.ends() == 0, straight.output()
+    expected = [file.read_bytes() for file in sorted((tmp_path / "checkpoint").glob("*.safetensors"))]
+    last = straight.output().splitlines()[-1]
+    shutil.rmtree(tmp_path / "checkpoint")
+
+    killed = start("--steps", "30", "--checkpoint-every", "4")
+    killed.wait_until((tmp_path / "checkpoint.state" / "LATEST").exists, "a first state")
+    os.kill(killed.pid_of_rank(1), signal.SIGKILL)
+    assert killed.ends() == 1
+    assert not (tmp_path / "checkpoint").exists()
+
+    other = start("--steps", "30", "--resume", "--seed", "1")
+    assert other.ends() == 2
+    assert "was started with --seed 0, not 1" in other.output().splitlines()[-1]
+
+    resumed = start("--steps", "30", "--resume")
+    assert resumed.ends() == 0, resumed.output()
+    assert resumed.output().splitlines()[-1] == last
+    assert [file.read_bytes() for file in sorted((tmp_path / "checkpoint").glob("*.safetensors"))] == expected
+
+
+def test_a_run_goes_on_with_more_steps_on_another_number_of_ranks(start: Callable[..., Job], tmp_path: Path):
+    assert start("--steps", "3", "--checkpoint-every", "100").ends() == 0
+    again = start("--steps", "3", "--resume")
+    assert again.ends() == 2
+    assert "has done its 3 steps: give more than that as --steps" in again.output().splitlines()[-1]
+    more = start("--steps", "5", "--resume", "--ranks", "1")
+    assert more.ends() == 0, more.output()
+    assert "2 steps in" in more.output()
+    assert "5/5" in more.output()
 
 
 def free_port() -> int:
