@@ -109,7 +109,8 @@ class CostModel:
 
 def at(cost: Cost, stage: int) -> float:
     """The cost of one stage."""
-    return cost[stage] if isinstance(cost, Sequence) else cost
+    # Numbers first: to ask whether something is a Sequence is slow, and this is asked for every action.
+    return cost if isinstance(cost, (float, int)) else cost[stage]
 
 
 def _range(cost: Cost) -> str:
