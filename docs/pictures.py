@@ -3,7 +3,7 @@
     python docs/pictures.py        writes them into the pages again
 
 In a page, what is drawn stands between the comments ``<!-- drawn: NAME -->`` and ``<!-- end -->``; tests/docs compares
-each with what is drawn here.
+each with what is drawn here. Whole files, like the strip of the README, are drawn too.
 """
 
 from __future__ import annotations
@@ -14,42 +14,24 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from pipelining_dualpipev.planning import Action, Kind, Placement, dualpipev_order, simulate
+from pipelining_dualpipev.planning import Action, Placement, dualpipev_order, simulate
+from pipelining_dualpipev.viewing import to_svg, to_text
 
 DOCS = Path(__file__).parent
 BLOCK = re.compile(r"(<!-- drawn: ([\w-]+) -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
 NUM_RANKS, N = 4, 10
 
 
-def name_of(action: Action) -> str:
-    """Microbatches going down the V are digits, those coming back up are letters."""
-    return (str if action.stage < NUM_RANKS else lambda i: chr(ord("a") + i))(action.microbatch)
-
-
 def time() -> str:
     """One step of every rank against time: F, I and W take one unit each, and a pair as long as its parts."""
     order = dualpipev_order(NUM_RANKS, N)
-    timeline = simulate(order, placement=Placement.v(NUM_RANKS))
-    width = round(timeline.makespan)
-    lines = []
-    for rank, spans in timeline.spans.items():
-        forward, backward = ["."] * width, ["."] * width
-        for span in spans:
-            start = round(span.start)
-            for single in span.action.singles:
-                if single.kind is Kind.FORWARD:
-                    forward[start] = name_of(single)
-                    start += 1
-                if single.kind in (Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD):
-                    backward[start] = name_of(single)
-                    start += 1
-                if single.kind in (Kind.BACKWARD_WEIGHT, Kind.FULL_BACKWARD):
-                    backward[start] = "+"
-                    start += 1
-        both = [" " if b != "." else f for f, b in zip(forward, backward, strict=True)]
-        other = [" " if f not in ". " else b for f, b in zip(both, backward, strict=True)]
-        lines += [f"rank {rank}  F  {''.join(both)}".rstrip(), f"        B  {''.join(other)}".rstrip()]
-    return fenced(lines)
+    return fenced(to_text(simulate(order, placement=Placement.v(NUM_RANKS))).splitlines())
+
+
+def strip() -> str:
+    """The same as a picture."""
+    timeline = simulate(dualpipev_order(NUM_RANKS, N), placement=Placement.v(NUM_RANKS))
+    return to_svg({f"DualPipeV, {NUM_RANKS} ranks, {N} microbatches": timeline})
 
 
 def steps() -> str:
@@ -101,6 +83,10 @@ PICTURES: dict[str, Callable[[], str]] = {
 }
 
 
+FILES: dict[str, Callable[[], str]] = {"dualpipev.svg": strip}
+"""Files of their own under docs/, that pages show."""
+
+
 def pages() -> Iterator[Path]:
     yield from [*sorted(DOCS.rglob("*.md")), DOCS.parent / "README.md"]
 
@@ -111,6 +97,8 @@ def drawn(page: str) -> str:
 
 
 if __name__ == "__main__":
+    for name, draw in FILES.items():
+        (DOCS / name).write_text(draw())
     for path in pages():
         old = path.read_text()
         if (new := drawn(old)) != old:

@@ -7,6 +7,7 @@ from pipelining_dualpipev.planning.laws import check_order, check_programs
 from pipelining_dualpipev.planning.lowering import lower
 from pipelining_dualpipev.planning.placement import Placement, stage_indices
 from pipelining_dualpipev.planning.simulate import Timeline, simulate
+from pipelining_dualpipev.planning.tune import Tuned, tune
 
 __all__ = [
     "Action",
@@ -21,4 +22,6 @@ __all__ = [
     "simulate",
     "Timeline",
     "lower_bound",
+    "tune",
+    "Tuned",
 ]

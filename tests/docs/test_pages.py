@@ -84,10 +84,20 @@ def test_the_page_on_fuzzing_fuzzes(tmp_path):
     exec(blocks(page, "python")[0], {})
 
 
-def test_pictures_are_those_that_the_code_draws():
+@pytest.fixture(scope="module")
+def pictures() -> Any:
     spec = importlib.util.spec_from_file_location("docs_pictures", ROOT / "docs/pictures.py")
-    pictures = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(pictures)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_files_are_those_that_the_code_draws(pictures):
+    for name, draw in pictures.FILES.items():
+        assert (ROOT / "docs" / name).read_text() == draw(), f"docs/{name} is out of date: run docs/pictures.py"
+
+
+def test_pictures_are_those_that_the_code_draws(pictures):
     found = set()
     for page in pictures.pages():
         text = page.read_text()
