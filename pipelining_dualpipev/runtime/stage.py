@@ -22,7 +22,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
 
-from pipelining_dualpipev.runtime.weight_grad import AllInInput, FromBuilder, WeightGradients
+from pipelining_dualpipev.runtime.weight_grad import AtOperations, FromBuilder, WeightGradients
 
 __all__ = ["StageRunner", "TensorMeta", "metas_of"]
 
@@ -62,7 +62,7 @@ class StageRunner:
         self.required_inputs: tuple[str, ...] | None = getattr(stage.submod, "required_inputs", None)
         builder = stage.dw_builder
         self._accepted_inputs: frozenset[str] | None = getattr(stage.submod, "accepted_inputs", None)
-        self._weight_gradients: WeightGradients = FromBuilder(builder) if builder else AllInInput()
+        self._weight_gradients: WeightGradients = FromBuilder(builder) if builder else AtOperations(stage.submod)
         self._in_flight: dict[int, _InFlight] = {}
         self._put_off: dict[int, Callable[[], None]] = {}
 
@@ -70,6 +70,11 @@ class StageRunner:
         """Drop whatever a step that failed has left."""
         self._in_flight.clear()
         self._put_off.clear()
+        self._weight_gradients.forget()
+
+    def explain(self) -> str:
+        """In words, which weight gradients are put off."""
+        return f"stage {self.index}: {self._weight_gradients.explain()}"
 
     def check_inputs(self, kwarg_mbs: Sequence[Mapping[str, Any]]) -> None:
         """Raise if the step gives a keyword input that a module which lists its ``accepted_inputs`` does not know.
@@ -142,7 +147,7 @@ class StageRunner:
         leaves, edges = self._in_flight.pop(microbatch)
         roots = [(edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if gradient is not None]
         if roots:
-            with self._weight_gradients.deferring() if split else nullcontext():
+            with self._weight_gradients.collecting() if split else nullcontext():
                 torch.autograd.backward([edge for edge, _ in roots], [gradient for _, gradient in roots])
         work = self._weight_gradients.take()
         if split:
