@@ -50,6 +50,9 @@ class ScheduleDualPipeV(OrderedSchedule):
             the loss that is scaled, at the start of each backward. False where ``loss_fn`` gives a share of a sum.
         backward_requires_autograd: accepted for torch's sake; a training step always needs gradients enabled.
         defer_pp_recv: must be False. Moving receives on their own makes ranks disagree about whose message is next.
+        zb: the most backwards that a rank splits into an input gradient (I) and a weight gradient (W) put off, 0 for
+            none; by default as many as fill gaps. Between I and W a stage holds the inputs and output gradients of its
+            linear operations.
 
     Raises:
         ValueError: on every rank, if any rank's stages or arguments do not fit, saying which and what would.
@@ -66,9 +69,11 @@ class ScheduleDualPipeV(OrderedSchedule):
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
         defer_pp_recv: bool = False,
+        *,
+        zb: int | None = None,
     ) -> None:
         def planner(num_ranks: int) -> tuple[Order, Placement]:
-            return dualpipev_order(num_ranks, n_microbatches), Placement.v(num_ranks)
+            return dualpipev_order(num_ranks, n_microbatches, zb=zb), Placement.v(num_ranks)
 
         problem = None
         if defer_pp_recv:
