@@ -5,6 +5,7 @@ Whatever torch may rename between releases is adapted here, so that a new releas
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -27,12 +28,17 @@ __all__ = [
     "TorchSchedule",
     "WrapperTensor",
     "gloo_group_beside",
+    "grouped_mm",
     "has_comm_hook",
+    "has_gradient_hooks",
     "has_hooks",
+    "is_compiled",
+    "is_transforming",
     "is_view",
     "pytree",
     "replace_call",
     "run_backward",
+    "saving_hooks",
     "storage_of",
     "to_torch_order",
     "torch_order",
@@ -271,3 +277,29 @@ def has_hooks(module: torch.nn.Module, *, but_of: str) -> bool:
 def replace_call(module: torch.nn.Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Let a call of the module, with its hooks, be what ``make`` makes of it."""
     module._call_impl = make(module._call_impl)  # type: ignore[method-assign]
+
+
+grouped_mm: Callable[..., torch.Tensor] = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
+"""The product of groups of rows with a matrix each."""
+
+
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Whether somebody has registered a hook for the tensor's gradient, before or after it is accumulated."""
+    return bool(tensor._backward_hooks) or bool(tensor._post_accumulate_grad_hooks)
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether a call of the module runs compiled code, by ``module.compile()`` or ``torch.compile(module)``."""
+    dynamo = sys.modules.get("torch._dynamo")  # slow to import, and there is nothing compiled without it
+    wrapped = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+    return wrapped or module._compiled_call_impl is not None
+
+
+def is_transforming() -> bool:
+    """Whether we are inside ``torch.func``: ``vmap``, ``grad`` and the like."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def saving_hooks() -> Any:
+    """The innermost ``saved_tensors_hooks`` that are in force, for comparison; checkpointing is made of them."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)

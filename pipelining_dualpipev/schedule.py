@@ -60,6 +60,9 @@ class ScheduleDualPipeV(OrderedSchedule):
         grad_scaler: for float16: its scale multiplies the gradient that each backward begins with. Reported losses are
             not scaled. As all ranks have to skip a step in which one has found an overflow, it is torch's
             ``ShardedGradScaler`` (of ``torch.distributed.fsdp.sharded_grad_scaler``) over the pipeline's group.
+        zb: the most backwards that a rank splits into an input gradient (I) and a weight gradient (W) put off, 0 for
+            none; by default as many as fill gaps. Between I and W a stage holds the inputs and output gradients of its
+            linear operations.
 
     Raises:
         ValueError: on every rank, if any rank's stages or arguments do not fit, saying which and what would.
@@ -82,9 +85,10 @@ class ScheduleDualPipeV(OrderedSchedule):
         max_outstanding_sends: int | None = None,
         defer_reduce_grad_wait: bool = False,
         grad_scaler: torch.amp.GradScaler | None = None,
+        zb: int | None = None,
     ) -> None:
         def planner(num_ranks: int) -> tuple[Order, Placement]:
-            return dualpipev_order(num_ranks, n_microbatches), Placement.v(num_ranks)
+            return dualpipev_order(num_ranks, n_microbatches, zb=zb), Placement.v(num_ranks)
 
         problem = None
         if defer_pp_recv:

@@ -114,10 +114,12 @@ Order = dict[int, list[Action]]
 class _RankList:
     """One rank's list while it is written: counts what each leg has done and holds the weight gradients put off."""
 
-    def __init__(self, stages: tuple[int, int], n_microbatches: int, unsplit: int) -> None:
+    def __init__(self, stages: tuple[int, int], n_microbatches: int, *, early: int, unsplit: int, zb: int) -> None:
         self.stages = stages
         self.n = n_microbatches
-        self.unsplit = unsplit  # how many backwards are full ones before the rank begins to split them
+        self.early = early  # how many backwards at the start are split
+        self.unsplit = unsplit  # from which backward on they are split again, until the end
+        self.zb = zb  # only the last that many of these are
         self.actions: list[Action] = []
         self.forwards = [0, 0]
         self.backwards = [0, 0]
@@ -128,7 +130,12 @@ class _RankList:
 
     @property
     def splits(self) -> bool:
-        return sum(self.backwards) >= self.unsplit
+        """Whether the rank's next backward is split."""
+        done = sum(self.backwards)
+        if self.early <= done < self.unsplit:
+            return False
+        to_come = 2 * self.n - max(done, self.unsplit) + max(0, min(self.early, self.unsplit) - done)
+        return to_come <= self.zb
 
     def _next_forward(self, leg: int) -> Action:
         self.forwards[leg] += 1
@@ -149,8 +156,8 @@ class _RankList:
         self.actions.append(self._next_forward(leg))
         return True
 
-    def backward(self, leg: int, split: bool | None = None) -> None:
-        self.actions.append(self._next_backward(leg, self.splits if split is None else split))
+    def backward(self, leg: int) -> None:
+        self.actions.append(self._next_backward(leg, self.splits))
 
     def pair(self, forward_leg: int, backward_leg: int) -> None:
         self.actions.append(Action.pair(self._next_forward(forward_leg), self._next_backward(backward_leg, False)))
@@ -160,10 +167,11 @@ class _RankList:
             self.actions.append(self.put_off.popleft())
 
 
-def _rank_order(rank: int, num_ranks: int, n: int) -> list[Action]:
+def _rank_order(rank: int, num_ranks: int, n: int, zb: int) -> list[Action]:
     to_fold = num_ranks - 1 - rank
     early_backwards = min(to_fold, n)  # those of step 3, and as many again on the way out in step 7
-    todo = _RankList(stage_indices(rank, num_ranks), n, unsplit=2 * n - min(2 * n, num_ranks))
+    unsplit = 2 * n - min(2 * n, num_ranks)
+    todo = _RankList(stage_indices(rank, num_ranks), n, early=early_backwards, unsplit=unsplit, zb=zb)
     # With so few microbatches stage 1 runs out of forwards during step 3. Its weight gradients are worth more in the
     # gaps that follow than between the input gradients that the ranks above wait for.
     short = 3 * n <= 2 * num_ranks
@@ -174,7 +182,7 @@ def _rank_order(rank: int, num_ranks: int, n: int) -> list[Action]:
         todo.forward(0)
         todo.forward(1)
     for _ in range(early_backwards):  # step 3
-        todo.backward(1, split=True)
+        todo.backward(1)
         if short:
             if not todo.forward(1):
                 todo.weights(1)
@@ -200,7 +208,7 @@ def _rank_order(rank: int, num_ranks: int, n: int) -> list[Action]:
     return todo.actions
 
 
-def dualpipev_order(num_ranks: int, n_microbatches: int, *, forward_only: bool = False) -> Order:
+def dualpipev_order(num_ranks: int, n_microbatches: int, *, forward_only: bool = False, zb: int | None = None) -> Order:
     """The compute actions of every rank under DualPipeV, for any number of ranks and microbatches.
 
     For ``n_microbatches >= 2 * num_ranks`` it is the reference's list, action for action. A rank never holds more than
@@ -210,17 +218,23 @@ def dualpipev_order(num_ranks: int, n_microbatches: int, *, forward_only: bool =
         num_ranks: ranks in the pipeline, P; the model has 2P stages.
         n_microbatches: microbatches in a step, n.
         forward_only: leave the backwards out (evaluation); the forwards keep their order.
+        zb: the most backwards that a rank splits into an input and a weight gradient, 0 for none. Of those that it
+            would split the last ones are, since what they put off fills the gaps at the end. By default as many as
+            the schedule has use for: at most 2P-1.
 
     Returns:
         Rank to its list of actions.
 
     Raises:
-        ValueError: if either number is below 1.
+        ValueError: if either number is below 1, or ``zb`` below 0.
     """
+    if zb is not None and zb < 0:
+        raise ValueError(f"zb is {zb}: give the most backwards that a rank may split, 0 or more, or None for no bound")
     if n_microbatches < 1:
         raise ValueError(f"n_microbatches is {n_microbatches}: a step has at least 1 microbatch")
     stage_indices(0, num_ranks)
-    order = {rank: _rank_order(rank, num_ranks, n_microbatches) for rank in range(num_ranks)}
+    most = 2 * n_microbatches if zb is None else zb
+    order = {rank: _rank_order(rank, num_ranks, n_microbatches, most) for rank in range(num_ranks)}
     return forwards_of(order) if forward_only else order
 
 

@@ -148,6 +148,13 @@ class OrderedSchedule(TorchSchedule):
                     seen.add(parameter)
                     yield parameter
 
+    def explain(self) -> str:
+        """In words, a line for each of this rank's stages: which share of its weight gradients is put off to W.
+
+        It tells of what has run, so ask after a step.
+        """
+        return "\n".join(runner.explain() for runner in self._runners.values())
+
     # -------------------------------------------------------------------------------------------------------- running
 
     def step(

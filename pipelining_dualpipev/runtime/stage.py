@@ -25,7 +25,7 @@ from torch.distributed.pipelining import PipelineStage
 from pipelining_dualpipev._torch import run_backward
 from pipelining_dualpipev.runtime.data_parallel import DataParallelStage, stage_module
 from pipelining_dualpipev.runtime.gradients import Seed, one, seeding
-from pipelining_dualpipev.runtime.weight_grad import AllInInput, FromBuilder, WeightGradients
+from pipelining_dualpipev.runtime.weight_grad import AllInInput, AtOperations, FromBuilder, WeightGradients
 
 __all__ = ["StageRunner", "TensorMeta", "metas_of"]
 
@@ -78,8 +78,12 @@ class StageRunner:
         builder = stage.dw_builder
         self._accepted_inputs: frozenset[str] | None = getattr(own, "accepted_inputs", None)
         self._data_parallel = DataParallelStage(stage.submod)
-        self._weight_gradients: WeightGradients = FromBuilder(builder) if builder else AllInInput()
         self.seed: Seed = one
+        self._weight_gradients: WeightGradients = AtOperations(stage.submod)
+        if builder:
+            self._weight_gradients = FromBuilder(builder)
+        elif self._data_parallel.reduces_in_backward:
+            self._weight_gradients = AllInInput()
         self._in_flight: dict[int, _InFlight] = {}
         self._put_off: dict[int, Callable[[], None]] = {}
 
@@ -87,6 +91,11 @@ class StageRunner:
         """Drop whatever a step that failed has left."""
         self._in_flight.clear()
         self._put_off.clear()
+        self._weight_gradients.forget()
+
+    def explain(self) -> str:
+        """In words, which weight gradients are put off."""
+        return f"stage {self.index}: {self._weight_gradients.explain()}"
 
     def check_inputs(self, kwarg_mbs: Sequence[Mapping[str, Any]]) -> None:
         """Raise if the step gives a keyword input that a module which lists its ``accepted_inputs`` does not know.
@@ -162,8 +171,8 @@ class StageRunner:
         roots = [(edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if gradient is not None]
         self._data_parallel.before_backward(last=last)
         if roots:
-            deferring = self._weight_gradients.deferring() if split else nullcontext()
-            with seeding(self.seed), _without_autocast(self.device.type), deferring:
+            collecting = self._weight_gradients.collecting() if split else nullcontext()
+            with seeding(self.seed), _without_autocast(self.device.type), collecting:
                 run_backward([edge for edge, _ in roots], [gradient for _, gradient in roots])
         work = self._weight_gradients.take()
         if split:

@@ -1,43 +1,83 @@
 """Putting the weight gradients of a microbatch off, from its input gradient (I) to later (W).
 
-What I leaves for W is a stage's own matter. The stage runner asks for it in two places::
+Walking the autograd graph, as torch does, costs more than it saves: the graph is searched for every microbatch and held
+until W, and checkpointed layers run again in W. Here the graph of a microbatch that will be split is made another one
+to begin with, in its forward::
 
-    forward of a microbatch that will be split     with weight_gradients.deferring(): module(...)
-    I                                              with weight_gradients.deferring(): backward; work = take()
-    W                                              work()
+    forward   with deferring(): module(...)       linear-like operations are made to leave their weights out
+    I         with collecting(): backward         they note what the weight gradients are made of; the graph is gone
+              work = take()
+    W         work()                              the weight gradients, and nothing else
 
-Whether a microbatch is split is decided before its forward runs, since that is when its graph is made.
+While either context lasts, and no longer, modules that own a matrix have a ``forward`` of their own: an ``nn.Linear``
+calls the operation at once, any other module has its operations looked at, one by one (`runtime.deferred`). What is
+not recognised there is done in I. Checkpointed layers, which run again in I, do as in their forward. A microbatch with
+a full backward (B) runs the module as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial, wraps
+from typing import Any, Protocol
 
-__all__ = ["AllInInput", "FromBuilder", "WeightGradients"]
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from pipelining_dualpipev._torch import is_compiled, saving_hooks
+from pipelining_dualpipev.runtime.deferred import Note, accumulate, find_operand, linear, operation_of
+
+__all__ = ["AtOperations", "FromBuilder", "WeightGradients"]
 
 
 class WeightGradients(Protocol):
     """How one stage puts off its weight gradients."""
 
     def deferring(self) -> AbstractContextManager[None]:
-        """Entered around the forward and the input gradient of a microbatch that is split."""
+        """Entered around the forward of a microbatch that is split."""
+
+    def collecting(self) -> AbstractContextManager[None]:
+        """Entered around the input gradient of such a microbatch."""
 
     def take(self) -> Callable[[], None]:
         """What the backward that just ran has left to do; called once after each I (and each B, then run at once)."""
 
+    def forget(self) -> None:
+        """A step begins, or has failed: drop what is left of the last one."""
+
+    def explain(self) -> str:
+        """In words, what is put off."""
+
 
 class AllInInput:
-    """I runs the whole backward and leaves nothing: right for every module, with nothing put off."""
+    """I runs the whole backward and leaves nothing: for a stage whose last backward has to complete its gradients."""
 
     def deferring(self) -> AbstractContextManager[None]:
         """See `WeightGradients.deferring`."""
         return nullcontext()
 
+    def collecting(self) -> AbstractContextManager[None]:
+        """See `WeightGradients.collecting`."""
+        return nullcontext()
+
     def take(self) -> Callable[[], None]:
         """See `WeightGradients.take`."""
         return _nothing
+
+    def forget(self) -> None:
+        """See `WeightGradients.forget`."""
+
+    def explain(self) -> str:
+        """See `WeightGradients.explain`."""
+        return "no weight gradient is put off, as the stage is sharded"
+
+
+def _nothing() -> None:
+    pass
 
 
 class FromBuilder(AllInInput):
@@ -50,6 +90,150 @@ class FromBuilder(AllInInput):
         """See `WeightGradients.take`."""
         return self._dw_builder()
 
+    def explain(self) -> str:
+        """See `WeightGradients.explain`."""
+        return "what is put off is up to its own dw_builder"
 
-def _nothing() -> None:
-    pass
+
+class AtOperations:
+    """Weight gradients put off at the linear-like operations of a module, whatever it is.
+
+    Args:
+        module: a stage's. It is the same before and after each context; parameters, state dict and types never change.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._forwards: dict[nn.Module, Callable[..., Any]] | None = None
+        self._parameters: frozenset[nn.Parameter] = frozenset()
+        self._notes: list[Note] | None = None
+        self._deferred: set[nn.Parameter] = set()
+        self._warned = False
+        self._anchor = torch.empty(0, requires_grad=True)
+
+    @contextmanager
+    def deferring(self) -> Iterator[None]:
+        """See `WeightGradients.deferring`."""
+        if self._forwards is None:
+            self._forwards = self._find_forwards()
+        # By way of the dict: nothing of nn.Module's own bookkeeping needs to know, and the cost is nil.
+        before = [(module, vars(module).get("forward")) for module in self._forwards]
+        try:
+            for module, forward in self._forwards.items():
+                vars(module)["forward"] = forward
+            yield
+        finally:
+            for module, own in before:
+                if own is None:
+                    vars(module).pop("forward", None)
+                else:
+                    vars(module)["forward"] = own
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """See `WeightGradients.collecting`."""
+        notes: list[Note] = []
+        self._notes = notes
+        try:
+            with self.deferring():
+                yield
+        except BaseException:
+            self._notes = None
+            raise
+
+    def take(self) -> Callable[[], None]:
+        """See `WeightGradients.take`."""
+        notes, self._notes = self._notes, None
+        return partial(accumulate, notes or ())
+
+    def forget(self) -> None:
+        """See `WeightGradients.forget`. Modules may have been exchanged between steps, so they are looked up again."""
+        self._notes = self._forwards = None
+
+    def explain(self) -> str:
+        """See `WeightGradients.explain`. Counted from what has run, not guessed from the modules."""
+        trained = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+        of, deferred = (sum(p.numel() for p in some) for some in (trained, self._deferred.intersection(trained)))
+        if not self._deferred:
+            return "no weight gradient has been put off so far"
+        return (
+            f"the weight gradients of {deferred:,} of {of:,} parameters ({deferred / max(of, 1):.1%}) are put off to W"
+        )
+
+    # ---------------------------------------------------------------------------------------------------- the modules
+
+    def _find_forwards(self) -> dict[nn.Module, Callable[..., Any]]:
+        self._parameters = frozenset(self._module.parameters())
+        compiled = {inner for module in self._module.modules() if is_compiled(module) for inner in module.modules()}
+        if any(map(_owns_matrix, compiled)) and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "compiled modules run their whole backward in I: their weight gradients are not put off to W. "
+                "Schedule with zb=0, or leave those modules uncompiled",
+                stacklevel=2,
+            )
+        found: dict[nn.Module, Callable[..., Any]] = {}
+        for module in self._module.modules():
+            if module in compiled or not _owns_matrix(module) or isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+                continue
+            is_linear = type(module).forward is nn.Linear.forward and "forward" not in vars(module)
+            found[module] = self._as_linear(module) if is_linear else self._as_watched(module)
+        return found
+
+    def _as_linear(self, module: nn.Module) -> Callable[..., Any]:
+        right = module.forward
+
+        @wraps(right)
+        def forward(input: torch.Tensor) -> torch.Tensor:
+            output = self._defer(functional.linear, (input, module.weight, module.bias), {})
+            return right(input) if output is None else output
+
+        return forward
+
+    def _as_watched(self, module: nn.Module) -> Callable[..., Any]:
+        right = module.forward
+
+        @wraps(right)  # models look at the signatures of their modules' forwards
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with _Watching(self._defer):
+                return right(*args, **kwargs)
+
+        return forward
+
+    def _defer(self, function: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
+        """The operation's result, if it is one whose weight gradient can be left for W; else None."""
+        call = operation_of(function, args, kwargs)
+        operand = None if call is None else find_operand(call.weight, self._parameters)
+        if call is None or operand is None:
+            return None
+        self._deferred.add(operand.parameter)
+        return linear(call, operand, self._note, self._anchor)
+
+    def _note(self, note: Note) -> None:
+        if self._notes is None:
+            raise RuntimeError(
+                "a gradient was taken through a layer in the middle of its stage's forward, where weight gradients "
+                "that are put off cannot be told from those that were not asked for: schedule with zb=0"
+            )
+        self._notes.append(note)
+
+
+def _owns_matrix(module: nn.Module) -> bool:
+    return any(parameter.dim() >= 2 for parameter in module.parameters(recurse=False))
+
+
+class _Watching(TorchFunctionMode):
+    """Offers each operation to ``defer`` first.
+
+    A checkpoint that begins inside the module runs its part again without coming through the module's forward, so
+    not under this mode either. There both times nothing is deferred.
+    """
+
+    def __init__(self, defer: Callable[..., torch.Tensor | None]) -> None:
+        super().__init__()
+        self._defer, self._hooks = defer, saving_hooks()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        output = self._defer(func, args, kwargs) if saving_hooks() == self._hooks else None
+        return func(*args, **kwargs) if output is None else output

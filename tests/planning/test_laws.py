@@ -45,6 +45,28 @@ def test_matched(pipeline: tuple[int, int], forward_only: bool):
     )
 
 
+@given(pipelines, st.integers(0, 20))
+@example((6, 4), 3)  # 3n <= 2P, where weight gradients are placed differently
+def test_every_law_holds_however_many_backwards_are_split(pipeline: tuple[int, int], zb: int):
+    num_ranks, n = pipeline
+    placement, order = Placement.v(num_ranks), dualpipev_order(num_ranks, n, zb=zb)
+    check_order(order, n, placement=placement, cap=min(2 * n, 2 * num_ranks + 1))
+    check_programs(lower(order, placement=placement), placement=placement)
+    unbounded = dualpipev_order(num_ranks, n)
+    for rank, actions in order.items():
+        assert splits(actions) == min(zb, splits(unbounded[rank]))
+    assert simulate(order, placement=placement).makespan >= simulate(unbounded, placement=placement).makespan
+
+
+def splits(actions: list[Action]) -> int:
+    return sum(action.kind is Kind.BACKWARD_INPUT for action in actions)
+
+
+def test_a_negative_bound_is_told():
+    with pytest.raises(ValueError, match="zb is -1: give the most backwards that a rank may split, 0 or more"):
+        dualpipev_order(2, 4, zb=-1)
+
+
 @given(pipelines, st.floats(0.1, 3), st.floats(0.1, 3), st.floats(0.1, 3), st.floats(0.5, 1), st.floats(0, 1))
 def test_matched_whatever_the_costs_that_order_the_transfers(pipeline, f, i, w, overlap, hop):
     num_ranks, n = pipeline
