@@ -26,7 +26,7 @@ from pipelining_dualpipev import PipelineError, ScheduleDualPipeV, clip_grad_nor
 from pipelining_dualpipev.models import split
 from tests.distributed.stacks import assert_close, make_batch, make_layers, mean_square
 from tests.models import zoo
-from tests.models.chain import unsplit_step
+from tests.models.unsplit import unsplit_step
 
 PIPELINES, REPLICAS = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
 
