@@ -96,6 +96,7 @@ class StageModule(nn.Module):
         for module in self.model.modules():
             for name, buffer in list(module.named_buffers(recurse=False)):
                 setattr(module, name, buffer.to(self._device))
+        self._takes_num_items = LABELS in plan.inputs and accepts(self.model, NUM_ITEMS)
         for fqn in plan.units.units:
             replace_call(self.model.get_submodule(fqn), partial(self._replace, fqn))
         self._borrowed = [
@@ -161,7 +162,7 @@ class StageModule(nn.Module):
                 arguments[name] = inputs[name]
             else:
                 arguments[name] = self._absent_input(name, example)
-        if LABELS in plan.inputs and accepts(self.model, NUM_ITEMS):
+        if self._takes_num_items:
             counted = self._loss_fn is not None and self._is_last
             # As float32, so that a loss in half precision is not made a double.
             arguments[NUM_ITEMS] = self._loss_fn.num_items.float() if counted else torch.ones(())  # type: ignore[union-attr]
@@ -193,7 +194,7 @@ class StageModule(nn.Module):
                 return call(*args, **kwargs)  # activation checkpointing runs a layer again in the backward
             event = self._next_event(run, fqn)
             if event.stage != self._stage:
-                return self._stand_in(event, run, Snapshot(args, kwargs))
+                return self._stand_in(event, run, args, kwargs)
             args, kwargs = without_known(args), without_known(kwargs)
             before = Snapshot(args, kwargs)
             output = call(*args, **kwargs)
@@ -230,8 +231,9 @@ class StageModule(nn.Module):
                     )
                 run.values[event.root(spec.output)] = leaf
 
-    def _stand_in(self, event: Event, run: _Run, before: Snapshot) -> Any:
-        arguments = dict(before.tensors()) if any(map(_hands_through, event.gives)) else {}
+    def _stand_in(self, event: Event, run: _Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        before = Snapshot(args, kwargs) if len(event.gives) > 1 or _hands_through(event.gives[0]) else None
+        arguments = dict(before.tensors()) if before and any(map(_hands_through, event.gives)) else {}
 
         def resolve(leaf: Leaf) -> Any:
             if isinstance(leaf, Computed):
@@ -246,6 +248,7 @@ class StageModule(nn.Module):
             return leaf.value.to(self._device) if isinstance(leaf.value, torch.Tensor) else leaf.value
 
         for description in event.gives[1:]:
+            assert before is not None
             before.apply(description.place, description.build(resolve))
         return event.gives[0].build(resolve)
 

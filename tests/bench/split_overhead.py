@@ -116,11 +116,9 @@ def _peak() -> int:
 def main() -> None:
     print(
         f"Python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}, "
-        f"{torch.get_num_threads()} thread; microbatches of {TOKENS[0]} x {TOKENS[1]} tokens, {ROUNDS} rounds; processor time.\n"
+        f"{torch.get_num_threads()} thread; microbatches of {TOKENS[0]} x {TOKENS[1]} tokens, {ROUNDS} rounds.\n"
     )
-    print(
-        "| parameters | stages | sequence | model, s | plan, s | two stages, s | all, s | peak, MB |"
-    )
+    print("| parameters | stages | sequence | model, s | plan, s | two stages, s | all, s | peak, MB |")
     print("|---|---|---|---|---|---|---|---|")
     large_model(8, 4096)
     print("\n| layers a stage | hidden | stage's forward, ms | bare layers, ms | ratio |")
