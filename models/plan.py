@@ -13,7 +13,7 @@ and hope that this changes nothing else. Here every stage runs the forward as it
 
 4. what a stage uses and an earlier one gave crosses each boundary in between; inputs that it uses, it *requires*.
 
-The same plan is made on every rank. It holds for inputs of the shapes of the example.
+The same plan is made on every rank. It holds for inputs of the shapes of the example; `models.shapes` has others made.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from pipelining_dualpipev.models.loss import LossFunction
 from pipelining_dualpipev.models.plan import SplitPlan, make_plan
 from pipelining_dualpipev.models.save import save_pretrained
+from pipelining_dualpipev.models.shapes import Plans
 from pipelining_dualpipev.models.stage import StageModule
 from pipelining_dualpipev.models.surgery import initialize, make_skeleton, refuse_hooks_on_glue
 from pipelining_dualpipev.planning.placement import Placement
@@ -209,10 +210,12 @@ def make_stages(
     loss_fn: LossFunction | None,
 ) -> dict[int, StageModule]:
     """The modules of the given stages around ``parameters``, which are given by their first names."""
+    plans = Plans(skeleton, plan)
     return {
         stage: StageModule(
             skeleton,
             plan,
+            plans,
             stage,
             {name: parameters[plan.names[name]] for name in plan.local_parameters(stage)},
             device,

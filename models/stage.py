@@ -31,6 +31,7 @@ from pipelining_dualpipev.models.absent import Absent, Root, tensors_in, told, w
 from pipelining_dualpipev.models.calls import Computed, Description, HandedThrough, Leaf, Snapshot
 from pipelining_dualpipev.models.loss import LABELS, NUM_ITEMS, LossFunction
 from pipelining_dualpipev.models.plan import Event, SplitPlan, accepts
+from pipelining_dualpipev.models.shapes import Plans, decode, encode, signature_of
 from pipelining_dualpipev.models.surgery import make_parameters_absent, set_absent, set_parameter
 
 __all__ = ["StageModule"]
@@ -43,9 +44,9 @@ class _StageDone(BaseException):
 class _Run:
     """One forward of a stage: how far it is in the plan, and the values that it has."""
 
-    def __init__(self, values: dict[Root, torch.Tensor], own_events: int) -> None:
-        self.values = values
-        self.left = own_events
+    def __init__(self, plan: SplitPlan, stage: int, values: dict[Root, torch.Tensor]) -> None:
+        self.plan, self.values = plan, values
+        self.left = sum(event.stage == stage for event in plan.events)
         self.next_event = 0
 
 
@@ -57,7 +58,8 @@ class StageModule(nn.Module):
 
     Args:
         skeleton: the whole model without weights; not changed.
-        plan: of the split.
+        plan: of the split, for the shapes of its example.
+        plans: for other shapes; the stages of a rank share them.
         stage: which one.
         parameters: the stage's parameters by name; tied ones may be one object.
         device: where the stage runs.
@@ -73,15 +75,18 @@ class StageModule(nn.Module):
         self,
         skeleton: nn.Module,
         plan: SplitPlan,
+        plans: Plans,
         stage: int,
         parameters: Mapping[str, nn.Parameter],
         device: torch.device | str,
         loss_fn: LossFunction | None = None,
     ) -> None:
         super().__init__()
-        self._plan, self._stage, self._device, self._loss_fn = plan, stage, torch.device(device), loss_fn
+        self._plan, self._plans, self._stage = plan, plans, stage
+        self._device, self._loss_fn = torch.device(device), loss_fn
         self._is_last = stage == plan.num_stages - 1
-        self.required_inputs = plan.required_inputs[stage]
+        # The first stage tells the others all shapes; it is where the inputs are, so it may see them all.
+        self.required_inputs = plan.required_inputs[stage] if stage else tuple(sorted(plan.inputs))
         self.accepted_inputs = frozenset(plan.inputs)
         self.split_description = plan.explain()
         self.model = copy.deepcopy(skeleton)
@@ -92,9 +97,9 @@ class StageModule(nn.Module):
         for module in self.model.modules():
             for name, buffer in list(module.named_buffers(recurse=False)):
                 setattr(module, name, buffer.to(self._device))
+        self._takes_num_items = LABELS in plan.inputs and accepts(self.model, NUM_ITEMS)
         for fqn in plan.units.units:
             replace_call(self.model.get_submodule(fqn), partial(self._replace, fqn))
-        self._own_events = sum(event.stage == stage for event in plan.events)
         self._borrowed = [
             (name, first) for name, first in plan.names.items() if first in plan.assignment.borrowed[stage]
         ]
@@ -111,23 +116,30 @@ class StageModule(nn.Module):
         """Run the stage on one microbatch.
 
         Args:
-            received: what crosses the boundary before, in the plan's order; nothing on the first stage.
-            inputs: the inputs in ``required_inputs``, of the shapes of the plan's example.
+            received: what crosses the boundary before: the shapes of the inputs (see `models.shapes`) and values in
+                the plan's order; nothing on the first stage.
+            inputs: the inputs in ``required_inputs``.
 
         Returns:
             A tuple of what crosses the boundary after; on the last stage the model's own output.
 
         Raises:
-            SplitError: if shapes differ from the plan's, or a value that the stage lacks is needed.
+            SplitError: if inputs are not like the plan's, or a value that the stage lacks is needed.
         """
-        roots = self._plan.boundaries[self._stage - 1] if self._stage else []
-        assert len(received) == len(roots), f"{len(received)} tensors received, {len(roots)} cross"
-        if self._plan.writes_in_place:
-            received = tuple(tensor.clone() for tensor in received)
-        run = _Run(dict(zip(roots, received, strict=True)), self._own_events)
+        self._check_inputs(inputs)
+        if self._stage:
+            signature, values = decode(received)
+        else:
+            signature, values = signature_of(self._plan, inputs), received
+        plan = self._plans.plan_for(signature)
+        roots = plan.boundaries[self._stage - 1] if self._stage else []
+        assert len(values) == len(roots), f"{len(values)} values received, {len(roots)} cross"
+        if plan.writes_in_place:
+            values = [tensor.clone() for tensor in values]
+        run = _Run(plan, self._stage, dict(zip(roots, values, strict=True)))
         for name, first in self._borrowed:
             set_absent(self.model, name, run.values[Root("parameter", first)])
-        arguments = self._arguments(inputs)
+        arguments = self._arguments(plan, inputs)
         token = _active.set(run)
         try:
             output = self.model(**arguments)
@@ -141,21 +153,25 @@ class StageModule(nn.Module):
             if lacking:
                 raise SplitError(f"the model's output has a tensor that the last stage lacks: {lacking[0]!r}")
             return output
-        return tuple(self._outgoing(root, run) for root in self._plan.boundaries[self._stage])
+        outgoing = (self._outgoing(root, run) for root in plan.boundaries[self._stage])
+        return (*encode(signature, self._device), *outgoing)
 
-    def _arguments(self, inputs: dict[str, Any]) -> dict[str, Any]:
+    def _check_inputs(self, inputs: dict[str, Any]) -> None:
         if missing := [name for name in self.required_inputs if name not in inputs]:
             raise SplitError(
                 f"stage {self._stage} needs the input {missing[0]!r}, which was in the example of the split: give it"
             )
-        arguments = dict(self._plan.constants)
-        for name, example in self._plan.inputs.items():
-            if name in self.required_inputs:
-                _check_shapes(name, inputs[name], example)
+        for name in self.required_inputs:
+            _check_types(name, inputs[name], self._plan.inputs[name])
+
+    def _arguments(self, plan: SplitPlan, inputs: dict[str, Any]) -> dict[str, Any]:
+        arguments = dict(plan.constants)
+        for name, example in plan.inputs.items():
+            if name in plan.required_inputs[self._stage]:
                 arguments[name] = inputs[name]
             else:
                 arguments[name] = self._absent_input(name, example)
-        if LABELS in self._plan.inputs and accepts(self.model, NUM_ITEMS):
+        if self._takes_num_items:
             counted = self._loss_fn is not None and self._is_last
             # As float32, so that a loss in half precision is not made a double.
             arguments[NUM_ITEMS] = self._loss_fn.num_items.float() if counted else torch.ones(())  # type: ignore[union-attr]
@@ -187,7 +203,7 @@ class StageModule(nn.Module):
                 return call(*args, **kwargs)  # activation checkpointing runs a layer again in the backward
             event = self._next_event(run, fqn)
             if event.stage != self._stage:
-                return self._stand_in(event, run, Snapshot(args, kwargs))
+                return self._stand_in(event, run, args, kwargs)
             args, kwargs = without_known(args), without_known(kwargs)
             before = Snapshot(args, kwargs)
             output = call(*args, **kwargs)
@@ -200,7 +216,7 @@ class StageModule(nn.Module):
         return replaced
 
     def _next_event(self, run: _Run, fqn: str) -> Event:
-        events = self._plan.events
+        events = run.plan.events
         if run.next_event >= len(events) or events[run.next_event].unit != fqn:
             planned = events[run.next_event].unit if run.next_event < len(events) else "the end"
             raise SplitError(
@@ -224,8 +240,9 @@ class StageModule(nn.Module):
                     )
                 run.values[event.root(spec.output)] = leaf
 
-    def _stand_in(self, event: Event, run: _Run, before: Snapshot) -> Any:
-        arguments = dict(before.tensors()) if any(map(_hands_through, event.gives)) else {}
+    def _stand_in(self, event: Event, run: _Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        before = Snapshot(args, kwargs) if len(event.gives) > 1 or _hands_through(event.gives[0]) else None
+        arguments = dict(before.tensors()) if before and any(map(_hands_through, event.gives)) else {}
 
         def resolve(leaf: Leaf) -> Any:
             if isinstance(leaf, Computed):
@@ -240,6 +257,7 @@ class StageModule(nn.Module):
             return leaf.value.to(self._device) if isinstance(leaf.value, torch.Tensor) else leaf.value
 
         for description in event.gives[1:]:
+            assert before is not None
             before.apply(description.place, description.build(resolve))
         return event.gives[0].build(resolve)
 
@@ -248,16 +266,14 @@ def _hands_through(description: Description) -> bool:
     return any(isinstance(leaf, HandedThrough) for leaf in description.leaves)
 
 
-def _check_shapes(name: str, value: Any, example: Any) -> None:
-    found, planned = tensors_in(value), tensors_in(example)
-    shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in found]
-    expected = [(tuple(tensor.shape), tensor.dtype) for tensor in planned]
-    if shapes != expected:
+def _check_types(name: str, value: Any, example: Any) -> None:
+    found, planned = ([tensor.dtype for tensor in tensors_in(tree)] for tree in (value, example))
+    if found != planned:
         raise SplitError(
-            f"the input {name!r} has {_listed(shapes)} a microbatch, the split was planned for {_listed(expected)}: "
-            "split the model with an example of these shapes, or pad the batch"
+            f"the input {name!r} is {_listed(found)}, but the split was planned for {_listed(planned)}: give such, or "
+            "split the model with an example like this"
         )
 
 
-def _listed(shapes: list[tuple[tuple[int, ...], torch.dtype]]) -> str:
-    return ", ".join(f"{dtype} {list(shape)}" for shape, dtype in shapes) or "no tensor"
+def _listed(types: list[torch.dtype]) -> str:
+    return ", ".join(map(str, types)) or "no tensor"

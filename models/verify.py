@@ -140,6 +140,8 @@ class Chain:
         self.loss_fn = LossFunction(self.plan.loss) if self.plan.loss else None
         self.stages: dict[int, StageModule] = {}
         device = next(model.parameters()).device
+        if device.type == "meta":  # its weights are made where the stages are
+            device = torch.device("cpu")
         for rank in range(num_ranks):
             own = placement.stages_of(rank)
             self.stages |= build_stages(model, skeleton, self.plan, own, device, self.loss_fn)

@@ -103,9 +103,9 @@ def test_evaluation_gives_logits_and_the_models_loss(ranks):
 def bad_inputs() -> list[str]:
     parts, schedule = make_split("llama")
     batch = make_batch(2 * N)
-    longer = make_batch(2 * N, length=12)
+    of_another_type = {**batch, "input_ids": batch["input_ids"].float()}
     words = []
-    for given in ({**batch, "position_ids": batch["input_ids"]}, {**batch, "target": batch["labels"]}, longer):
+    for given in ({**batch, "position_ids": batch["input_ids"]}, {**batch, "target": batch["labels"]}, of_another_type):
         try:
             step(schedule, **given)
         except (ValueError, RuntimeError) as error:
@@ -115,13 +115,42 @@ def bad_inputs() -> list[str]:
 
 
 def test_inputs_that_the_split_does_not_know_are_refused_on_every_rank(ranks):
-    for unknown, twice, longer in ranks(2).run(bad_inputs):
+    for unknown, twice, of_another_type in ranks(2).run(bad_inputs):
         assert (
             "given position_ids, which the model was not split for: it takes attention_mask, input_ids, labels"
             in unknown
         )
         assert "the target was given twice, as target and as labels" in twice
-        assert "[2, 12] a microbatch, the split was planned for torch.int64 [2, 10]" in longer
+        assert "'input_ids' is torch.float32, but the split was planned for torch.int64" in of_another_type
+
+
+def other_shapes(name: str) -> None:
+    """Sequences and batches of other sizes, training and evaluation in turn, with a stage that reads no input."""
+    whole = make_model(name)
+    example = make_batch(2)
+    del example["attention_mask"]
+    parts = split(whole, example=example, device="cpu")
+    schedule = ScheduleDualPipeV(parts.stages, N, parts.loss_fn)
+    for rows, length in ((2, 10), (1, 7), (1, 7), (4, 13), (2, 10)):
+        batch = make_batch(rows * N, length=length)
+        del batch["attention_mask"]
+        loss, gradients = unsplit_step(whole, batch)
+        assert abs(step(schedule, **batch) - loss) <= CASTS_TO_FP32 * loss
+        for parameter_name, parameter in parts.named_parameters():
+            expected = gradients[parameter_name]
+            error = (parameter.grad - expected).abs().max() / expected.abs().max().clamp_min(1e-12)
+            assert error <= CASTS_TO_FP32, f"{parameter_name} is off by {error:.1e}"
+            parameter.grad = None
+        longer = make_batch(rows * N, length=length + 4)
+        del longer["attention_mask"]
+        losses: list[torch.Tensor] = []
+        schedule.eval(**(longer if dist.get_rank() == 0 else {}), losses=losses)
+        assert abs(mean_loss(schedule, losses) - whole(**longer).loss) <= CASTS_TO_FP32 * loss
+
+
+@pytest.mark.parametrize(("name", "num_ranks"), [("llama", 2), ("llama", 3), ("t5", 2)])
+def test_sequences_and_batches_of_other_sizes_are_planned_anew_on_every_rank(ranks, name, num_ranks):
+    ranks(num_ranks).run(other_shapes, name)
 
 
 def too_few_layers() -> None:

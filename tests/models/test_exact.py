@@ -101,8 +101,7 @@ def test_without_a_mask_none_is_required():
     model, batch = make_model("llama"), make_batch(2 * N)
     del batch["attention_mask"]
     chain = Chain(model, 2, example=microbatch(batch, 0, N))
-    assert [stage.required_inputs for stage in chain.stages.values()] != []
-    assert [chain.stages[s].required_inputs for s in range(4)] == [("input_ids",), (), (), ("labels",)]
+    assert [chain.stages[s].required_inputs for s in range(4)] == [("input_ids", "labels"), (), (), ("labels",)]
     assert_same((chain.step(batch, N), chain.gradients()), unsplit_step(model, batch), CASTS_TO_FP32)
 
 
@@ -115,3 +114,28 @@ def test_an_encoder_decoders_second_embedding_is_looked_up_where_the_first_is():
     first, last = chain.stages[0].model, chain.stages[3].model
     assert first.decoder.embed_tokens.weight is last.lm_head.weight
     assert [("labels" in chain.stages[s].required_inputs) for s in range(4)] == [True, False, False, True]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "t5", "gpt2", "deepseek_v3"])
+def test_inputs_of_other_shapes_are_planned_anew(name):
+    """Also for stages that read no input by value, and back again; the stages that the plans belong to stay."""
+    model, batch = make_model(name), make_batch(2 * N)
+    del batch["attention_mask"]
+    chain = Chain(model, 2, example=microbatch(batch, 0, N))
+    for rows, length in ((N, 7), (2 * N, 10), (4 * N, 13), (N, 7)):
+        batch = make_batch(rows, length=length)
+        del batch["attention_mask"]
+        for stage in chain.stages.values():
+            stage.zero_grad()
+        ours = chain.step(batch, N), chain.gradients()
+        assert_same(ours, unsplit_microbatches(model, batch, N, SHIFT.get(name, 1)), CASTS_TO_FP32)
+
+
+def test_planning_anew_draws_no_random_number():
+    model, batch = make_model("llama"), make_batch(2 * N)
+    chain = Chain(model, 2, example=microbatch(batch, 0, N))
+    longer = make_batch(2, length=14)
+    chain.loss_fn.prepare([longer["labels"]])
+    before = torch.get_rng_state()
+    chain.forward(longer)
+    assert torch.equal(torch.get_rng_state(), before)
