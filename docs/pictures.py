@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from pipelining_dualpipev.planning import Action, Placement, dualpipev_order, simulate
@@ -60,21 +61,27 @@ def fenced(lines: list[str]) -> str:
     return "\n".join(["```text", *lines, "```", ""])
 
 
-def train_options() -> str:
-    """The options of ``dualpipev train``, from the command itself."""
+def options(name: str) -> str:
+    """The options of a command of ``dualpipev``, from the command itself."""
     import typer.main
 
     from pipelining_dualpipev.cli import app
 
     lines = ["| option | default | |", "|---|---|---|"]
-    command = typer.main.get_command(app).commands["train"]  # type: ignore[attr-defined]
+    command = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
     for option in command.params:
+        if option.name == "help":
+            continue
         shown = option.show_default if isinstance(option.show_default, str) else f"`{option.default}`"
         lines.append(f"| `{option.opts[0]}` | {shown} | {option.help} |")
     return "\n".join([*lines, ""])
 
 
-PICTURES: dict[str, Callable[[], str]] = {"time": time, "steps": steps, "train-options": train_options}
+PICTURES: dict[str, Callable[[], str]] = {
+    "time": time,
+    "steps": steps,
+    **{f"{name}-options": partial(options, name) for name in ("train", "show", "check", "simulate")},
+}
 
 
 FILES: dict[str, Callable[[], str]] = {"dualpipev.svg": strip}

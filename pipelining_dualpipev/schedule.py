@@ -19,9 +19,11 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 
 from pipelining_dualpipev.planning.actions import Order, dualpipev_order
+from pipelining_dualpipev.planning.costs import CostModel
 from pipelining_dualpipev.planning.formats import AnyOrder, placement_of, read_order
 from pipelining_dualpipev.planning.laws import check_order
 from pipelining_dualpipev.planning.placement import Placement
+from pipelining_dualpipev.planning.tune import tune
 from pipelining_dualpipev.runtime.ordered import OrderedSchedule
 
 __all__ = ["ScheduleDualPipeV", "ScheduleFromOrder"]
@@ -50,6 +52,8 @@ class ScheduleDualPipeV(OrderedSchedule):
             the loss that is scaled, at the start of each backward. False where ``loss_fn`` gives a share of a sum.
         backward_requires_autograd: accepted for torch's sake; a training step always needs gradients enabled.
         defer_pp_recv: must be False. Moving receives on their own makes ranks disagree about whose message is next.
+        costs: what the 2P stages cost; the order is then the one that `planning.tune` finds for them, never slower
+            than the reference by simulation. Give the same on every rank. Without it the order is the reference's.
 
     Raises:
         ValueError: on every rank, if any rank's stages or arguments do not fit, saying which and what would.
@@ -66,9 +70,13 @@ class ScheduleDualPipeV(OrderedSchedule):
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
         defer_pp_recv: bool = False,
+        *,
+        costs: CostModel | None = None,
     ) -> None:
         def planner(num_ranks: int) -> tuple[Order, Placement]:
-            return dualpipev_order(num_ranks, n_microbatches), Placement.v(num_ranks)
+            if costs is None:
+                return dualpipev_order(num_ranks, n_microbatches), Placement.v(num_ranks)
+            return tune(num_ranks, n_microbatches, costs).order, Placement.v(num_ranks)
 
         problem = None
         if defer_pp_recv:

@@ -2,6 +2,7 @@
 
 from pipelining_dualpipev.planning.actions import Action, Kind, dualpipev_order
 from pipelining_dualpipev.planning.bound import lower_bound
+from pipelining_dualpipev.planning.compare import Compared, compare
 from pipelining_dualpipev.planning.costs import CostModel
 from pipelining_dualpipev.planning.laws import check_order, check_programs
 from pipelining_dualpipev.planning.lowering import lower
@@ -24,4 +25,6 @@ __all__ = [
     "lower_bound",
     "tune",
     "Tuned",
+    "compare",
+    "Compared",
 ]
