@@ -70,6 +70,8 @@ def options(name: str) -> str:
     lines = ["| option | default | |", "|---|---|---|"]
     command = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
     for option in command.params:
+        if option.name == "help":
+            continue
         shown = option.show_default if isinstance(option.show_default, str) else f"`{option.default}`"
         lines.append(f"| `{option.opts[0]}` | {shown} | {option.help} |")
     return "\n".join([*lines, ""])
@@ -78,8 +80,7 @@ def options(name: str) -> str:
 PICTURES: dict[str, Callable[[], str]] = {
     "time": time,
     "steps": steps,
-    "train-options": partial(options, "train"),
-    "verify-options": partial(options, "verify"),
+    **{f"{name}-options": partial(options, name) for name in ("train", "verify", "show", "check", "simulate")},
 }
 
 

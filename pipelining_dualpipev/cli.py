@@ -1,4 +1,4 @@
-"""The command line: ``dualpipev train`` and ``dualpipev verify``.
+"""The command line: ``dualpipev train`` and ``verify``, and the commands of `commands` that plan and look.
 
 Each command reads its options and calls the room that does the work. Nothing heavy is imported before a command runs,
 so ``--help`` answers at once.
@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from pipelining_dualpipev.commands import check, show, simulate_schedules
 from pipelining_dualpipev.training.config import TrainConfig
 from pipelining_dualpipev.training.launch import USER_ERROR, RanksFailedError, is_launched, launch, run_as_rank
 
@@ -22,7 +23,7 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="dualpipev",
-    help="DualPipeV for torch.distributed.pipelining: train Hugging Face models on the V.",
+    help="DualPipeV for torch.distributed.pipelining: train a Hugging Face model on the V, or see a step beforehand.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -30,6 +31,28 @@ app = typer.Typer(
 )
 
 _DEFAULT = TrainConfig()
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Turn an error that its words explain into one line and an exit code; anything else keeps its traceback."""
+    try:
+        yield
+    except ValueError as error:
+        _say(f"error: {error}")
+        raise typer.Exit(USER_ERROR) from None
+    except RanksFailedError as error:
+        _say(f"error: {error}")
+        raise typer.Exit(1) from None
+
+
+def _say(words: str) -> None:
+    rank = f"[rank {os.environ['RANK']}] " if is_launched() else ""
+    print(rank + words, file=sys.stderr, flush=True)
+
+
+for _name, _command in (("show", show), ("check", check), ("simulate", simulate_schedules)):
+    app.command(_name)(_plain_errors()(_command))
 
 
 @app.command()
@@ -167,24 +190,6 @@ def main() -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     app()
-
-
-@contextmanager
-def _plain_errors() -> Iterator[None]:
-    """Turn an error that its words explain into one line and an exit code; anything else keeps its traceback."""
-    try:
-        yield
-    except ValueError as error:
-        _say(f"error: {error}")
-        raise typer.Exit(USER_ERROR) from None
-    except RanksFailedError as error:
-        _say(f"error: {error}")
-        raise typer.Exit(1) from None
-
-
-def _say(words: str) -> None:
-    rank = f"[rank {os.environ['RANK']}] " if is_launched() else ""
-    print(rank + words, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -20,9 +20,11 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 
 from pipelining_dualpipev.planning.actions import Order, dualpipev_order
+from pipelining_dualpipev.planning.costs import CostModel
 from pipelining_dualpipev.planning.formats import AnyOrder, placement_of, read_order
 from pipelining_dualpipev.planning.laws import check_order
 from pipelining_dualpipev.planning.placement import Placement
+from pipelining_dualpipev.planning.tune import tune
 from pipelining_dualpipev.runtime.ordered import OrderedSchedule
 
 __all__ = ["ScheduleDualPipeV", "ScheduleFromOrder"]
@@ -63,6 +65,8 @@ class ScheduleDualPipeV(OrderedSchedule):
         zb: the most backwards that a rank splits into an input gradient (I) and a weight gradient (W) put off, 0 for
             none; by default as many as fill gaps. Between I and W a stage holds the inputs and output gradients of its
             linear operations.
+        costs: what the 2P stages cost; the order is then the one that `planning.tune` finds for them, never slower
+            than the reference by simulation. Give the same on every rank. Without it the order is the reference's.
 
     Raises:
         ValueError: on every rank, if any rank's stages or arguments do not fit, saying which and what would.
@@ -86,9 +90,16 @@ class ScheduleDualPipeV(OrderedSchedule):
         defer_reduce_grad_wait: bool = False,
         grad_scaler: torch.amp.GradScaler | None = None,
         zb: int | None = None,
+        costs: CostModel | None = None,
     ) -> None:
         def planner(num_ranks: int) -> tuple[Order, Placement]:
-            return dualpipev_order(num_ranks, n_microbatches, zb=zb), Placement.v(num_ranks)
+            if costs is None:
+                return dualpipev_order(num_ranks, n_microbatches, zb=zb), Placement.v(num_ranks)
+            if zb is not None:
+                raise ValueError(
+                    f"zb={zb} is for the reference order, costs ask for one of their own: give one of them"
+                )
+            return tune(num_ranks, n_microbatches, costs).order, Placement.v(num_ranks)
 
         problem = None
         if defer_pp_recv:
