@@ -179,9 +179,10 @@ def _of_addmm(bias: Any, x: Any, weight: Any) -> _Call | None:
     return _Call(x, weight, bias) if fits and weight.dim() == 2 else None
 
 
-def _of_grouped(input: Any, mat2: Any, *, offs: Any = None) -> _Call | None:
-    fits = isinstance(offs, torch.Tensor) and isinstance(mat2, torch.Tensor) and input.dim() == 2 and mat2.dim() == 3
-    return _Call(input, mat2, offsets=offs) if fits else None
+def _of_grouped(x: Any, weight: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> _Call | None:
+    plain = isinstance(offs, torch.Tensor) and bias is None and out_dtype is None
+    fits = isinstance(x, torch.Tensor) and x.dim() == 2
+    return _Call(x, weight, offsets=offs) if plain and fits else None
 
 
 _OPERATIONS: dict[Any, Callable[..., _Call | None]] = {
