@@ -143,13 +143,13 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(
-        f"float32, one thread, medians of {options.rounds} rounds, ms of processor time. {os.cpu_count()} x {processor()}; "
+        f"float32, one thread, medians of {options.rounds} rounds, ms of processor time. "
+        f"{os.cpu_count()} x {processor()}; "
         f"Python {platform.python_version()}, torch {torch.__version__}, transformers {hf.__version__}.\n"
     )
-    print(
-        "| layers of | F | B | torch: I | W | (I+W)/B | held, MiB | ours: F | I | W | (I+W)/B | held, MiB | to torch's |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|---|---|---|")
+    heads = ["layers of", "F", "B", "torch: I", "W", "(I+W)/B", "held, MiB"]
+    heads += ["ours: F", "I", "W", "(I+W)/B", "held, MiB", "to torch's"]
+    print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
     for kind, size in CASES:
         if options.only and f"{kind}-{size}" not in options.only:
             continue
