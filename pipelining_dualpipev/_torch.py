@@ -279,8 +279,8 @@ def replace_call(module: torch.nn.Module, make: Callable[[Callable[..., Any]], C
     module._call_impl = make(module._call_impl)  # type: ignore[method-assign]
 
 
-grouped_mm: Callable[..., torch.Tensor] = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
-"""The product of groups of rows with a matrix each."""
+grouped_mm: Callable[..., torch.Tensor] = torch._grouped_mm
+"""The product of groups of rows with a matrix each; ``torch.nn.functional.grouped_mm`` comes down to it."""
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:

@@ -85,16 +85,26 @@ class Note(NamedTuple):
         return dy.t().mm(x).t() if self.operand.is_column_major else x.t().mm(dy)
 
 
+_TOGETHER = 1 << 20  # bytes
+
+
 def accumulate(notes: Sequence[Note]) -> None:
     """W of one microbatch: add the gradients to the parameters', each parameter's once."""
     by_parameter: dict[nn.Parameter, list[Note]] = {}
     for note in notes:
         by_parameter.setdefault(note.operand.parameter, []).append(note)
+    # A call of the engine costs as much as a small product; a large gradient is not kept waiting for company.
+    ready: list[nn.Parameter] = []
+    gradients: list[torch.Tensor] = []
     with torch.no_grad():
-        while by_parameter:
-            parameter = next(iter(by_parameter))
-            gradient = _sum(parameter, by_parameter.pop(parameter))
-            torch.autograd.backward(parameter, gradient)
+        for parameter, own in by_parameter.items():
+            ready.append(parameter)
+            gradients.append(_sum(parameter, own))
+            if sum(gradient.nbytes for gradient in gradients) >= _TOGETHER:
+                torch.autograd.backward(ready, gradients)
+                ready, gradients = [], []
+        if ready:
+            torch.autograd.backward(ready, gradients)
 
 
 def _sum(parameter: nn.Parameter, notes: list[Note]) -> torch.Tensor:
@@ -179,9 +189,10 @@ def _of_addmm(bias: Any, x: Any, weight: Any) -> _Call | None:
     return _Call(x, weight, bias) if fits and weight.dim() == 2 else None
 
 
-def _of_grouped(input: Any, mat2: Any, *, offs: Any = None) -> _Call | None:
-    fits = isinstance(offs, torch.Tensor) and isinstance(mat2, torch.Tensor) and input.dim() == 2 and mat2.dim() == 3
-    return _Call(input, mat2, offsets=offs) if fits else None
+def _of_grouped(x: Any, weight: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> _Call | None:
+    plain = isinstance(offs, torch.Tensor) and bias is None and out_dtype is None
+    fits = isinstance(x, torch.Tensor) and x.dim() == 2
+    return _Call(x, weight, offsets=offs) if plain and fits else None
 
 
 _OPERATIONS: dict[Any, Callable[..., _Call | None]] = {

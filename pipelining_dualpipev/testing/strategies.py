@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from pipelining_dualpipev._torch import TORCH_SCHEDULES, torch_order
 from pipelining_dualpipev.planning.actions import Action, Kind, Order, dualpipev_order
@@ -217,7 +218,11 @@ class _Layer(nn.Module):
     def __init__(self, width: int, kind: str, passes_integers: bool) -> None:
         super().__init__()
         self.kind, self.passes_integers = kind, passes_integers
-        if kind != "no parameters":
+        if kind == "experts":
+            self.experts = nn.Parameter(torch.randn(2, width, width, dtype=torch.float64) / width)
+        elif kind == "linear":
+            self.linear = nn.Linear(width, width, dtype=torch.float64)
+        elif kind != "no parameters":
             self.weight = nn.Parameter(torch.randn(width, width, dtype=torch.float64) / width)
         if kind == "beside the input":
             self.extra = nn.Parameter(torch.randn(width, dtype=torch.float64))
@@ -226,7 +231,11 @@ class _Layer(nn.Module):
         if ids is not None:
             x = x + 0.1 * ids.to(x.dtype)[:, None]
         y = torch.sin(x)
-        if self.kind != "no parameters":
+        if self.kind == "experts":
+            y = torch.cat([y[:1] @ self.experts[0], nn.functional.linear(y[1:], self.experts[1])])
+        elif self.kind == "linear":
+            y = checkpoint(self.linear, y, use_reentrant=False)
+        elif self.kind != "no parameters":
             y = y @ self.weight
         if self.kind == "twice":
             y = torch.tanh(y) @ self.weight.T
@@ -241,12 +250,12 @@ class _Layer(nn.Module):
 def stage_stacks(draw: st.DrawFn, placement: Placement) -> Stack:
     """Small random stacks for a placement, in fp64.
 
-    They differ in width, in which stages are frozen, have no parameters, use one twice or one that does not touch the
-    input, and in where integers are passed along. Where the first and the last stage are on one rank they may share a
-    parameter.
+    They differ in width, in which stages are frozen, have no parameters, use one twice, by slices, in a checkpoint, or
+    use one that does not touch the input, and in where integers are passed along. Where the first and the last stage
+    are on one rank they may share a parameter.
     """
     width, num_stages = draw(st.integers(1, 4)), placement.num_stages
-    kinds = st.sampled_from(["once", "twice", "no parameters", "beside the input"])
+    kinds = st.sampled_from(["once", "twice", "no parameters", "beside the input", "linear", "experts"])
     with torch.random.fork_rng():
         torch.manual_seed(draw(st.integers(0, 3)))
         layers = [

@@ -51,6 +51,30 @@ def test_loss_and_gradients_are_those_of_the_unsplit_model(ranks, name, num_rank
     ranks(num_ranks).run(compare_with_unsplit, name)
 
 
+def compare_with_full_backwards(name: str) -> str:
+    """All backwards are split with so few microbatches, and with zb=0 none is."""
+    parts, schedule = make_split(name)
+    whole = split(make_model(name), example=make_batch(2), device="cpu")
+    unsplit = ScheduleDualPipeV(whole.stages, N, whole.loss_fn, zb=0)
+    assert "I" in str(schedule.pipeline_order[dist.get_rank()])
+    assert "I" not in str(unsplit.pipeline_order[dist.get_rank()])
+    batch = make_batch(2 * N)
+    assert step(schedule, **batch) == step(unsplit, **batch)
+    for (parameter_name, ours), theirs in zip(parts.named_parameters(), whole.parameters(), strict=True):
+        error = (ours.grad - theirs.grad).abs().max() / theirs.grad.abs().max().clamp_min(1e-12)
+        assert error <= 1e-13, f"{parameter_name} is off by {error:.1e}"
+    assert "no weight gradient has been put off so far" in unsplit.explain()
+    return schedule.explain()
+
+
+@pytest.mark.parametrize("name", ["llama tied", "gpt2", "mixtral", "t5"])
+def test_weight_gradients_put_off_are_those_of_full_backwards(ranks, name):
+    for rank, told in enumerate(ranks(2).run(compare_with_full_backwards, name)):
+        lines = told.splitlines()
+        assert [line.partition(":")[0] for line in lines] == [f"stage {rank}", f"stage {3 - rank}"]
+        assert all("are put off to W" in line for line in lines)
+
+
 def the_whole_model_on_one_rank() -> None:
     compare_with_unsplit("llama tied")
 

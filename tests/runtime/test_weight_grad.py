@@ -13,7 +13,6 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from pipelining_dualpipev import PipelineError
-from pipelining_dualpipev._torch import grouped_mm
 from pipelining_dualpipev.planning import Placement, dualpipev_order, lower
 from pipelining_dualpipev.runtime.weight_grad import AtOperations
 from pipelining_dualpipev.testing import Stack
@@ -144,7 +143,7 @@ def test_operations_on_parameters_are_right_to_the_bit_and_put_off_where_they_ca
 @pytest.mark.parametrize("transposed", [False, True])
 def test_grouped_products_are_right_to_the_bit(transposed):
     module = Module(
-        lambda m, x: grouped_mm(x, m.stack.transpose(-2, -1) if transposed else m.stack, offs=OFFSETS), torch.float32
+        lambda m, x: functional.grouped_mm(x, m.stack.mT if transposed else m.stack, offs=OFFSETS), torch.float32
     )
     plain, deferred, x = copy.deepcopy(module), AtOperations(module), torch.randn(5, 4, requires_grad=True)
     plain(x).square().sum().backward()
