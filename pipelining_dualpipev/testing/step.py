@@ -21,6 +21,7 @@ from pipelining_dualpipev.planning.laws import check_order
 from pipelining_dualpipev.planning.lowering import lower
 from pipelining_dualpipev.planning.placement import Placement
 from pipelining_dualpipev.runtime.executor import Loss, StepResult
+from pipelining_dualpipev.runtime.gradients import seeding
 from pipelining_dualpipev.runtime.microbatches import Microbatches
 from pipelining_dualpipev.runtime.pipeline import Pipeline
 from pipelining_dualpipev.runtime.stage import StageRunner
@@ -149,7 +150,7 @@ class LocalPipeline:
                 pipeline.step(
                     given[rank],
                     loss if rank == rank_of[-1] else None,
-                    lambda loss: torch.full_like(loss, 1.0 / n),
+                    self._seed,
                     trains=trains,
                     keep_outputs=rank == rank_of[-1],
                     error=(errors or {}).get(rank),
@@ -174,11 +175,15 @@ class LocalPipeline:
 
         setattr(runner, method, wrong)
 
+    def _seed(self, loss: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(loss, 1.0 / self.n_microbatches)
+
     def step_whole(self, seed: int = 0) -> list[torch.Tensor]:
         """The same step on the copy that is not cut; its losses by microbatch."""
         losses = []
         for x, target in zip(*self.batch(seed), strict=True):
-            loss = _mean_square(self.whole.run(x), target)
+            with seeding(self._seed):
+                loss = _mean_square(self.whole.run(x), target)
             if loss.requires_grad:
                 (loss / self.n_microbatches).backward()
             losses.append(loss.detach())

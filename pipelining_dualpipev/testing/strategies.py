@@ -27,6 +27,7 @@ from pipelining_dualpipev.planning.costs import CostModel
 from pipelining_dualpipev.planning.formats import read_order
 from pipelining_dualpipev.planning.lowering import lower
 from pipelining_dualpipev.planning.placement import Placement
+from pipelining_dualpipev.runtime.gradients import inject_loss
 from pipelining_dualpipev.testing.step import Stack
 
 __all__ = ["Mutant", "OrderCase", "choosers", "cost_models", "mutants", "orders", "stage_stacks"]
@@ -241,6 +242,8 @@ class _Layer(nn.Module):
             y = torch.tanh(y) @ self.weight.T
         if self.kind == "beside the input":
             y = y + self.extra.exp()
+        if self.kind == "adds a loss":
+            y = inject_loss(y, torch.tanh(y @ self.weight).square().mean())
         if not self.passes_integers:
             return y
         return y, (torch.arange(len(x)) if ids is None else ids + 1)
@@ -250,12 +253,12 @@ class _Layer(nn.Module):
 def stage_stacks(draw: st.DrawFn, placement: Placement) -> Stack:
     """Small random stacks for a placement, in fp64.
 
-    They differ in width, in which stages are frozen, have no parameters, use one twice, by slices, in a checkpoint, or
-    use one that does not touch the input, and in where integers are passed along. Where the first and the last stage
-    are on one rank they may share a parameter.
+    They differ in width, in which stages are frozen, have no parameters, use one twice, by slices or in a checkpoint,
+    use one that does not touch the input, or add a loss, and in where integers are passed along. Where the first and the
+    last stage are on one rank they may share a parameter.
     """
     width, num_stages = draw(st.integers(1, 4)), placement.num_stages
-    kinds = st.sampled_from(["once", "twice", "no parameters", "beside the input", "linear", "experts"])
+    kinds = st.sampled_from(["once", "twice", "no parameters", "beside the input", "linear", "experts", "adds a loss"])
     with torch.random.fork_rng():
         torch.manual_seed(draw(st.integers(0, 3)))
         layers = [
