@@ -243,7 +243,8 @@ class _Layer(nn.Module):
         if self.kind == "beside the input":
             y = y + self.extra.exp()
         if self.kind == "adds a loss":
-            y = inject_loss(y, torch.tanh(y @ self.weight).square().mean())
+            self.added_loss = torch.tanh(y @ self.weight).square().mean()
+            y = inject_loss(y, self.added_loss)
         if not self.passes_integers:
             return y
         return y, (torch.arange(len(x)) if ids is None else ids + 1)
@@ -254,8 +255,8 @@ def stage_stacks(draw: st.DrawFn, placement: Placement) -> Stack:
     """Small random stacks for a placement, in fp64.
 
     They differ in width, in which stages are frozen, have no parameters, use one twice, by slices or in a checkpoint,
-    use one that does not touch the input, or add a loss, and in where integers are passed along. Where the first and the
-    last stage are on one rank they may share a parameter.
+    use one that does not touch the input, or add a loss, and in where integers are passed along. Where the first and
+    the last stage are on one rank they may share a parameter.
     """
     width, num_stages = draw(st.integers(1, 4)), placement.num_stages
     kinds = st.sampled_from(["once", "twice", "no parameters", "beside the input", "linear", "experts", "adds a loss"])
