@@ -46,8 +46,7 @@ def _mean_square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 class Stack:
     """A small model as one module a stage: the first takes a tensor [rows, width], the last returns one.
 
-    Between them a stage may pass on a tensor or a tuple of tensors, which the next gets as positional arguments. What a
-    stage has injected with `inject_loss` it leaves in an attribute ``added_loss``, so that it can be counted by hand.
+    Between them a stage may pass on a tensor or a tuple of tensors, which the next gets as positional arguments.
     """
 
     layers: Sequence[nn.Module]
@@ -183,11 +182,16 @@ class LocalPipeline:
         """The same step on the copy that is not cut; its losses by microbatch."""
         losses = []
         for x, target in zip(*self.batch(seed), strict=True):
-            with seeding(torch.zeros_like):  # what layers inject is added here by hand
+            injected: list[torch.Tensor] = []
+
+            def note(loss: torch.Tensor, injected: list[torch.Tensor] = injected) -> torch.Tensor:
+                injected.append(loss)
+                return torch.zeros_like(loss)
+
+            with seeding(note):  # so that what layers inject can be added by hand
                 loss = _mean_square(self.whole.run(x), target)
             losses.append(loss.detach())
-            for layer in self.whole.layers:
-                loss = loss + getattr(layer, "added_loss", 0.0)
+            loss = loss + sum(injected)
             if loss.requires_grad:
                 (loss / self.n_microbatches).backward()
         return losses
