@@ -10,6 +10,11 @@ import os
 NIGHTLY = "nightly"
 
 
+def is_nightly() -> bool:
+    """Whether there is time for everything."""
+    return os.environ.get("HYPOTHESIS_PROFILE") == NIGHTLY
+
+
 def examples(number: int) -> int:
     """The number of examples for a test that draws ``number`` by day."""
-    return 100 * number if os.environ.get("HYPOTHESIS_PROFILE") == NIGHTLY else number
+    return 100 * number if is_nightly() else number

@@ -5,12 +5,15 @@ nor destroying the group wakes the others, and ``wait(timeout)`` closes the conn
 together is waited for by a thread, and the rank itself waits for the thread and looks around now and then::
 
     rank 0   thread   work.wait() .............................. (for good)
-             rank     done? alarm? done? alarm? done? alarm! ──> [2] who has ended? ──> RankLostError: rank 3
+             rank     done? alarm? done? alarm? done? alarm! ──> [2] who has ended? ──> [3] RankLostError: rank 3
     rank 2   thread   work.wait() ──> connection closed by rank 3
-             rank     done? error ──> [1] raise the alarm ─────> [2] who has ended? ──> RankLostError: rank 3
+             rank     done? error ──> [1] raise the alarm ─────> [2] who has ended? ──> [3] RankLostError: rank 3
 
 [1] The alarm is a key in the group's store, whose value is in words what has happened, where that is known. [2] To send
 to a process that has ended is an error at once, as every rank is connected to every other; so each finds out by itself.
+
+[3] What others have begun together would go on waiting inside gloo, and a process does not end before that does. A
+receive whose wait runs out of time closes the connection, here on purpose, and with it whatever waits for it.
 
 If nothing happens for the group's timeout, whoever is not waiting too has not come. All of this is about the small
 messages between hosts, never about tensors on a device, so no stream is concerned.
@@ -35,7 +38,7 @@ __all__ = ["Watch"]
 
 _GLANCE = 0.5  # seconds between two looks at the store
 _SETTLE = 2.0  # seconds in which every rank has heard of a closed connection
-_PROBE_TAG = 1
+_PROBE_TAG, _CLOSING_TAG = 1, 2
 _ALARM = "alarm"
 
 
@@ -77,6 +80,7 @@ class Watch:
 
     def __init__(self, group: Any, store: dist.Store, patience: timedelta) -> None:
         self._group, self._store, self._patience = group, store, patience
+        self._others = [rank for rank in range(group.size()) if rank != group.rank()]
         self._number = 0
         self._probes: list[tuple[dist.Work, torch.Tensor]] = []
         self._waits: SimpleQueue[_Wait | None] = SimpleQueue()
@@ -119,20 +123,30 @@ class Watch:
 
     def _lost(self, error: Exception | None) -> RankLostError:
         """The error to raise here, after one of the connection, or where another rank has raised the alarm."""
-        if error is not None:
+        words = self._alarm()
+        if not words:
             self._set(_ALARM)
-        elif words := self._alarm():
-            return RankLostError(words)
-        deadline = time.monotonic() + _SETTLE
-        others = [rank for rank in range(self._group.size()) if rank != self._group.rank()]
-        while not (ended := [rank for rank in others if not self._answers(rank)]) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        what = f"{_ranks(ended)} ended while others were in a step" if ended else f"the ranks have lost touch: {error}"
-        return RankLostError(f"{what}. Start all ranks again")
+            deadline = time.monotonic() + _SETTLE
+            while not (ended := [r for r in self._others if not self._answers(r)]) and time.monotonic() < deadline:
+                time.sleep(0.1)
+            what = (
+                f"{_ranks(ended)} ended while others were in a step" if ended else f"the ranks have lost touch: {error}"
+            )
+            words = f"{what}. Start all ranks again"
+        return self._give_up(words)
+
+    def _give_up(self, words: str) -> RankLostError:
+        """Say why, and close all connections [3]; not before the others have looked who still answers."""
+        self._set(_ALARM, words)
+        time.sleep(2 * _GLANCE)
+        for rank in self._others:
+            with contextlib.suppress(RuntimeError):
+                self._group.recv([torch.empty(1)], rank, _CLOSING_TAG).wait(timedelta(milliseconds=1))
+        return RankLostError(words)
 
     def _alarm(self) -> str:
         try:
-            return self._store.get(_ALARM).decode()
+            return self._store.get(_ALARM).decode() if self._store.check([_ALARM]) else ""
         except RuntimeError:
             return ""
 
@@ -151,8 +165,7 @@ class Watch:
             f"{self._patience.total_seconds():.0f} s, the process group's timeout: every rank has to call step() or "
             "eval() as often as the others. Start all ranks again"
         )
-        self._set(_ALARM, words)
-        return RankLostError(words)
+        return self._give_up(words)
 
 
 def _ranks(ranks: list[int]) -> str:

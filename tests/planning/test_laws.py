@@ -21,6 +21,7 @@ from pipelining_dualpipev.planning import (
     simulate,
 )
 from tests.planning.torch_oracle import torch_order
+from tests.profiles import is_nightly
 
 pipelines = st.tuples(st.integers(1, 9), st.integers(1, 24))
 
@@ -118,11 +119,13 @@ def test_lowered_two_ranks_as_a_picture():
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", range(1, 17))
 def test_every_law_for_up_to_sixteen_ranks_and_sixty_four_microbatches(num_ranks: int):
+    """Orders all; programs from 2P+2 microbatches on every fourth by day, and all of them at night."""
     placement = Placement.v(num_ranks)
     for n in range(1, 65):
         order = dualpipev_order(num_ranks, n)
         check_order(order, n, placement=placement, cap=min(2 * n, 2 * num_ranks + 1))
-        check_programs(lower(order, placement=placement), placement=placement)
+        if n <= 2 * num_ranks + 1 or n % 4 == 0 or is_nightly():
+            check_programs(lower(order, placement=placement), placement=placement)
 
 
 # ------------------------------------------------------------------------------------------ each law can be broken
