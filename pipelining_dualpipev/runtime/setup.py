@@ -77,15 +77,7 @@ def agree_on_setup(
             problems += _misplaced(stages, placement, control.rank)
         except ValueError as error:
             problems.append(str(error))
-    problems += _unsupported(stages) + _untied(stages)
-    if loss_fn is not None and not callable(loss_fn):
-        problems.append(f"loss_fn is a {type(loss_fn).__name__}: give a function of (output, target)")
-    if grad_scaler is not None and control.num_ranks > 1 and not isinstance(grad_scaler, ShardedGradScaler):
-        problems.append(
-            f"grad_scaler is a {type(grad_scaler).__name__}, which would skip a step on the rank that has found an "
-            "overflow and not on the others: use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler with the "
-            "pipeline's process_group"
-        )
+    problems += _unsupported(stages) + _untied(stages) + _unfit(loss_fn, grad_scaler, control.num_ranks)
     required = [getattr(stage_module(stage.submod), "required_inputs", None) or () for stage in stages]
     reply = control.gather(
         _Setup(
@@ -102,6 +94,11 @@ def agree_on_setup(
     setups: list[_Setup] = reply.result
     if told := [f"rank {rank}: {problem}" for rank, setup in enumerate(setups) for problem in setup.problems]:
         raise ValueError("; ".join(told))
+    _compare(setups)
+    return order, placement, [setup.required_inputs for setup in setups]
+
+
+def _compare(setups: Sequence[_Setup]) -> None:
     for field, words in (
         ("n_microbatches", "n_microbatches"),
         ("scale_grads", "scale_grads"),
@@ -113,7 +110,19 @@ def agree_on_setup(
         if len(set(values)) > 1:
             each = ", ".join(f"rank {rank} has {value}" for rank, value in enumerate(values))
             raise RanksDisagreeError(f"the ranks differ in {words}: {each}. Give the same on every rank")
-    return order, placement, [setup.required_inputs for setup in setups]
+
+
+def _unfit(loss_fn: Any, grad_scaler: Any, num_ranks: int) -> list[str]:
+    problems = []
+    if loss_fn is not None and not callable(loss_fn):
+        problems.append(f"loss_fn is a {type(loss_fn).__name__}: give a function of (output, target)")
+    if grad_scaler is not None and num_ranks > 1 and not isinstance(grad_scaler, ShardedGradScaler):
+        problems.append(
+            f"grad_scaler is a {type(grad_scaler).__name__}, which would skip a step on the rank that has found an "
+            "overflow and not on the others: use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler with the "
+            "pipeline's process_group"
+        )
+    return problems
 
 
 def _misplaced(stages: Sequence[PipelineStage], placement: Placement, rank: int) -> list[str]:

@@ -15,6 +15,10 @@ from pipelining_dualpipev import ScheduleDualPipeV, stage_indices
 WIDTH = 6
 
 
+def num_stages() -> int:
+    return 2 * dist.get_world_size()
+
+
 def mean_square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return ((output - target) ** 2).mean()
 

@@ -12,12 +12,16 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from pipelining_dualpipev import ScheduleDualPipeV, stage_indices
-from tests.distributed.stacks import WIDTH, Cut, assert_close, gradients, make_batch, make_layers, mean_square
-
-
-def num_stages() -> int:
-    return 2 * dist.get_world_size()
-
+from tests.distributed.stacks import (
+    WIDTH,
+    Cut,
+    assert_close,
+    gradients,
+    make_batch,
+    make_layers,
+    mean_square,
+    num_stages,
+)
 
 # ------------------------------------------------------------------------------------------------------ keyword inputs
 
