@@ -28,6 +28,8 @@ from tests.distributed.stacks import assert_close, make_batch, make_layers, mean
 from tests.models import zoo
 from tests.models.unsplit import unsplit_step
 
+pytestmark = pytest.mark.slow
+
 PIPELINES, REPLICAS = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
 
 

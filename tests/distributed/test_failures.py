@@ -108,6 +108,7 @@ def a_rank_that_is_killed(folder: str, victim: int, at: int, named_inputs: bool)
     Path(folder, f"{cut.rank}").write_text(json.dumps([time.monotonic() - start, told]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("victim", "at"), [(3, 0), (1, 2), (0, 5), (2, 6)])
 def test_a_rank_that_is_killed_is_named_by_all_others_within_seconds(ranks, tmp_path, victim, at):
     with pytest.raises(JobError, match="died"):
@@ -134,6 +135,7 @@ def a_rank_that_never_comes(group_seconds: float) -> str:
     return "nothing"
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_calls_step_is_named_by_those_that_did(ranks):
     first, absent, last = ranks(3).run(a_rank_that_never_comes, 3.0)
     assert absent == ""

@@ -17,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.distributed.stacks import WIDTH, Cut, assert_close, make_batch, make_layers, mean_square, num_stages
 
+pytestmark = pytest.mark.slow
+
 VOCABULARY = 9
 
 

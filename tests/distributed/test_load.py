@@ -17,6 +17,8 @@ from pipelining_dualpipev.models import SplitModel, from_pretrained
 from pipelining_dualpipev.models.files import StoredTensor
 from tests.models.zoo import CONFIGS, make_batch, make_model
 
+pytestmark = pytest.mark.slow
+
 N = 3
 NAMES = ["llama", "llama tied", "gpt2", "gemma3", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "t5"]
 INDEX = "model.safetensors.index.json"

@@ -20,6 +20,8 @@ import torch.distributed as dist
 
 from tests.distributed.pool import JobError, Raised, Ranks, WorkerPool
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -17,6 +17,8 @@ from pipelining_dualpipev import ScheduleDualPipeV, clip_grad_norm_, mean_loss
 from pipelining_dualpipev.models import SplitModel, load_checkpoint, save_checkpoint, split
 from tests.models.zoo import make_batch, make_model
 
+pytestmark = pytest.mark.slow
+
 N = 3
 State = dict[str, torch.Tensor]
 

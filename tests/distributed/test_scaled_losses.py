@@ -26,6 +26,8 @@ from tests.distributed.stacks import (
     num_stages,
 )
 
+pytestmark = pytest.mark.slow
+
 
 class Half(nn.Module):
     """A layer in float16, whose gradients overflow where told."""

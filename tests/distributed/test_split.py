@@ -172,6 +172,7 @@ def other_shapes(name: str) -> None:
         assert abs(mean_loss(schedule, losses) - whole(**longer).loss) <= CASTS_TO_FP32 * loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "num_ranks"), [("llama", 2), ("llama", 3), ("t5", 2)])
 def test_sequences_and_batches_of_other_sizes_are_planned_anew_on_every_rank(ranks, name, num_ranks):
     ranks(num_ranks).run(other_shapes, name)
@@ -223,6 +224,7 @@ def save(name: str, directory: str, max_shard_size: int | str = "5GB") -> None:
     parts.save_pretrained(directory, tokenizer=Tokenizer(), max_shard_size=max_shard_size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_saved_model_opens_in_plain_transformers_bit_for_bit(ranks, name, tmp_path):
     directory = tmp_path / "out"

@@ -85,6 +85,7 @@ def test_models_are_importable_from_the_wheel(wheel, tmp_path, how):
     assert said == ["pipelining_dualpipev.models", f"{place}/pipelining_dualpipev/models/__init__.py", "False"]
 
 
+@pytest.mark.slow
 def test_models_are_importable_from_the_checkout():
     said = subprocess.run(
         [sys.executable, "-c", ASK], cwd=ROOT, check=True, capture_output=True, text=True

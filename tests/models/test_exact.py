@@ -116,6 +116,7 @@ def test_an_encoder_decoders_second_embedding_is_looked_up_where_the_first_is():
     assert [("labels" in chain.stages[s].required_inputs) for s in range(4)] == [True, False, False, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma3", "t5", "gpt2", "deepseek_v3"])
 def test_inputs_of_other_shapes_are_planned_anew(name):
     """Also for stages that read no input by value, and back again; the stages that the plans belong to stay."""

@@ -44,6 +44,7 @@ def assert_same_gradients(ours: nn.Module, theirs: nn.Module, tolerance: float =
         assert error <= allowed, f"{name} is off by {error:.1e}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models_of_hugging_face_are_right_to_the_bit(family):
     model, batches = make_tiny(family), [make_batch(2, seed) for seed in range(3)]
