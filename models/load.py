@@ -66,8 +66,7 @@ def from_pretrained(
 ) -> SplitModel:
     """Open a checkpoint of transformers as the 2P stages of a V; each rank reads the bytes of its own two. Collective.
 
-    As with ``from_pretrained`` of transformers, the modules are in
-    evaluation mode: call ``train()`` before training.
+    As with ``from_pretrained`` of transformers, the modules are in evaluation mode: call ``train()`` before training.
 
     Args:
         name_or_dir: a directory with safetensors, or a name on the hub, which is looked up as transformers does.

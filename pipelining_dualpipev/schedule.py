@@ -54,10 +54,9 @@ class ScheduleDualPipeV(OrderedSchedule):
             the loss that is scaled, at the start of each backward. False where ``loss_fn`` gives a share of a sum.
         backward_requires_autograd: accepted for torch's sake; a training step always needs gradients enabled.
         defer_pp_recv: must be False. Moving receives on their own makes ranks disagree about whose message is next.
-        max_active_stages: accepted for torch's sake, as are the next two: ``fully_shard``'s own hooks gather a stage's
-            parameters, once a step as under torch's schedules,
-        unshard_lookahead: and prefetch as it is told to;
-        defer_reduce_grad_wait: its reductions are waited for at the end of the backward that starts them.
+        max_active_stages: accepted for torch's sake: ``fully_shard``'s own hooks gather a stage's parameters here.
+        unshard_lookahead: accepted likewise; these hooks prefetch as ``fully_shard`` is told to.
+        defer_reduce_grad_wait: accepted likewise; the last backward of a stage waits for its own reduction.
         max_outstanding_sends: accepted: a sent tensor is dropped as soon as its receiver is known to have it.
         grad_scaler: for float16: its scale multiplies the gradient that each backward begins with. Reported losses are
             not scaled. As all ranks have to skip a step in which one has found an overflow, it is torch's

@@ -129,9 +129,10 @@ class Watch:
             deadline = time.monotonic() + _SETTLE
             while not (ended := [r for r in self._others if not self._answers(r)]) and time.monotonic() < deadline:
                 time.sleep(0.1)
-            what = (
-                f"{_ranks(ended)} ended while others were in a step" if ended else f"the ranks have lost touch: {error}"
-            )
+            if ended:
+                what = f"{_ranks(ended)} ended while others were in a step"
+            else:
+                what = f"the ranks have lost touch: {error or 'another rank has raised the alarm'}"
             words = f"{what}. Start all ranks again"
         return self._give_up(words)
 
