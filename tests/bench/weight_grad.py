@@ -10,8 +10,6 @@ allocator and not given back.
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import time
 from collections.abc import Callable, Iterator
 from statistics import median
@@ -23,7 +21,7 @@ from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from pipelining_dualpipev.runtime.weight_grad import AtOperations
-from tests.bench.step_time import processor
+from tests.bench.common import machine
 
 # width, inner width, layers, heads, batch, length
 SIZES = {
@@ -144,8 +142,7 @@ def main() -> None:
     torch.set_num_threads(1)
     print(
         f"float32, one thread, medians of {options.rounds} rounds, ms of processor time. "
-        f"{os.cpu_count()} x {processor()}; "
-        f"Python {platform.python_version()}, torch {torch.__version__}, transformers {hf.__version__}.\n"
+        f"{machine()}, transformers {hf.__version__}.\n"
     )
     heads = ["layers of", "F", "B", "torch: I", "W", "(I+W)/B", "held, MiB"]
     heads += ["ours: F", "I", "W", "(I+W)/B", "held, MiB", "to torch's"]
