@@ -34,6 +34,7 @@ process has ended is *gone*: its transfers are left out, and that the ranks cann
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -275,7 +276,7 @@ class Executor:
         if self._loss is None:
             return ()
         target = self._inputs.targets[microbatch] if self._inputs.targets is not None else None
-        with torch.set_grad_enabled(self._trains):
+        with nullcontext() if self._trains else torch.no_grad():
             value = self._loss.function(output, target, **self._loss.kwargs)
         if isinstance(value, tuple) and len(value) == 2:
             value, metrics = value

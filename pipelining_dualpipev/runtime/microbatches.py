@@ -44,8 +44,7 @@ class Microbatches:
 
     def signature(self) -> tuple[Any, ...]:
         """Everything about the inputs but the values of their tensors: steps with the same one have the same shapes."""
-        leaves, structure = pytree.tree_flatten((self.args, self.kwargs, self.targets))
-        return (str(structure), *map(_describe, leaves))
+        return _describe(self.args), _describe(self.kwargs), _describe(self.targets)
 
     def keyword_inputs(self) -> dict[str, object] | None:
         """Each keyword input by name: shapes and types over the microbatches, as words; None if there are none."""
@@ -67,10 +66,16 @@ def _told_leaf(leaf: Any) -> str:
     return repr(leaf) if isinstance(leaf, (bool, int, float, str)) else type(leaf).__name__
 
 
-def _describe(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
-    return repr(leaf)
+def _describe(tree: Any) -> Any:
+    if isinstance(tree, torch.Tensor):
+        return tree.shape, tree.dtype, tree.requires_grad
+    # By hand, as they are what most inputs are made of and this is done every step.
+    if type(tree) in (tuple, list):
+        return type(tree), *map(_describe, tree)
+    if type(tree) is dict:
+        return dict, *((name, _describe(value)) for name, value in tree.items())
+    leaves, structure = pytree.tree_flatten(tree)
+    return str(structure), *(_describe(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
 
 
 def cut_batch(

@@ -144,7 +144,7 @@ class AtOperations:
     def take(self) -> Callable[[], None]:
         """See `WeightGradients.take`."""
         notes, self._notes = self._notes, None
-        return partial(accumulate, notes or ())
+        return partial(accumulate, notes) if notes else _nothing
 
     def forget(self) -> None:
         """See `WeightGradients.forget`. Modules may have been exchanged between steps, so they are looked up again."""
