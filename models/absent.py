@@ -19,6 +19,7 @@ not matter then, a value that is not there is *pretended*.
 from __future__ import annotations
 
 import threading
+from collections import UserDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -223,8 +224,22 @@ def pretending() -> Iterator[set[Root]]:
 
 
 def without_known(tree: Any) -> Any:
-    """Real tensors in place of Absents whose data is known: what a unit that is really called is given."""
-    return pytree.tree_map_only(Absent, lambda x: x if x.value is None else x.value, tree)
+    """Real tensors in place of Absents whose data is known: what a unit that is really called is given.
+
+    Dicts and lists stay the same objects, since a unit may write into them for others to read.
+    """
+    if isinstance(tree, Absent):
+        return tree if tree.value is None else tree.value
+    if isinstance(tree, (dict, UserDict, list)):
+        for key, inner in list(enumerate(tree) if isinstance(tree, list) else tree.items()):
+            known = without_known(inner)
+            if known is not inner:
+                tree[key] = known
+    elif isinstance(tree, tuple):
+        known_too = [without_known(inner) for inner in tree]
+        if any(now is not before for now, before in zip(known_too, tree, strict=True)):
+            return type(tree)(*known_too) if hasattr(tree, "_fields") else tuple(known_too)
+    return tree
 
 
 def _read(tensor: Absent, pretended: torch.Tensor) -> torch.Tensor:

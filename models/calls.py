@@ -25,7 +25,7 @@ import torch
 
 from pipelining_dualpipev._torch import pytree
 
-__all__ = ["Change", "Computed", "Constant", "Description", "HandedThrough", "Snapshot"]
+__all__ = ["PLAIN", "Change", "Computed", "Constant", "Description", "HandedThrough", "Snapshot"]
 
 
 class Computed(NamedTuple):
@@ -47,6 +47,11 @@ class Constant(NamedTuple):
 
     value: Any
 
+
+PLAIN = (bool, int, float, complex, str)
+"""What is told as it is, if a call gives it: the same whatever the data are, or the split is wrong."""
+
+_NOTHING = object()
 
 Leaf = Computed | HandedThrough | Constant
 Place = tuple[Any, ...]
@@ -95,7 +100,7 @@ class Snapshot:
         """What the call that returned ``output`` has given."""
         found = [Change(("output",), output)]
         for path, value in _entries(self._arguments):
-            if self._entries.get(path) is not value and _has_tensor(value):
+            if _is_written(self._entries.get(path, _NOTHING), value):
                 found.append(Change(("write", path), value))
         for key, before in self._collected.items():
             for index, value in enumerate(_collector()[key][before:]):
@@ -123,8 +128,10 @@ def _collector() -> dict[str, list[Any]]:
     return {key: values for key, values in (active or {}).items() if isinstance(values, list)}
 
 
-def _has_tensor(value: Any) -> bool:
-    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
+def _is_written(before: Any, now: Any) -> bool:
+    if isinstance(now, PLAIN):
+        return not isinstance(before, PLAIN) or before != now
+    return before is not now and any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(now))
 
 
 def _entries(value: Any, path: tuple[Any, ...] = (), depth: int = 0) -> Iterator[tuple[tuple[Any, ...], Any]]:

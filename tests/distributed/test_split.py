@@ -219,8 +219,15 @@ class Tokenizer:
         (Path(directory) / "tokenizer.json").write_text("{}")
 
 
-def save(name: str, directory: str, max_shard_size: int | str = "5GB") -> None:
-    parts, _ = make_split(name, dtype=torch.float32)
+def save(
+    name: str, directory: str, max_shard_size: int | str = "5GB", dtype: torch.dtype | None = torch.float32
+) -> None:
+    parts, schedule = make_split(name, dtype=dtype or torch.float64)
+    if dtype is None:
+        step(schedule, **make_batch(2 * N))
+        for stage in parts.stages:
+            stage.submod.bfloat16()
+        step(schedule, **make_batch(2 * N))
     parts.save_pretrained(directory, tokenizer=Tokenizer(), max_shard_size=max_shard_size)
 
 
@@ -239,6 +246,16 @@ def test_a_saved_model_opens_in_plain_transformers_bit_for_bit(ranks, name, tmp_
     assert {"config.json", "model.safetensors.index.json", "tokenizer.json"} <= set(files)
     assert sum(file.endswith(".safetensors") for file in files) > 2
     assert os.listdir(tmp_path) == ["out"], "nothing is left beside it"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, None], ids=["float64", "converted between two steps"])
+def test_a_saved_model_opens_in_the_type_that_it_was_saved_in(ranks, dtype, tmp_path):
+    ranks(2).run(save, "llama tied", str(tmp_path), dtype=dtype)
+    opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    expected = make_model("llama tied").to(dtype or torch.bfloat16)
+    for (name, a), b in zip(opened.named_parameters(), expected.parameters(), strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b), name
 
 
 def test_saving_over_a_checkpoint_replaces_it_whole(ranks, tmp_path):
