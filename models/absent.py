@@ -29,7 +29,7 @@ import torch
 from pipelining_dualpipev._torch import GROUPED_MM, WrapperTensor, pytree, storage_of, writes_in_place
 from pipelining_dualpipev.errors import SplitError
 
-__all__ = ["Absent", "Demand", "Root", "pretending", "recording", "tensors_in", "told", "without_known"]
+__all__ = ["Absent", "Demand", "Root", "is_container", "pretending", "recording", "tensors_in", "told", "without_known"]
 
 aten = torch.ops.aten
 
@@ -135,7 +135,9 @@ class Absent(WrapperTensor):
     @classmethod
     def like(cls, tensor: torch.Tensor, device: torch.device | str, root: Root) -> Absent:
         """What stands for ``tensor`` where it is not."""
-        return cls(torch.empty_like(tensor, device="meta"), device, frozenset({root}))
+        # An alias of what is on meta is as good and much faster than another such tensor.
+        meta = tensor.detach() if tensor.is_meta else torch.empty_like(tensor, device="meta")
+        return cls(meta, device, frozenset({root}))
 
     @property
     def roots(self) -> frozenset[Root]:
@@ -223,6 +225,11 @@ def pretending() -> Iterator[set[Root]]:
         recording.pretends, recording.used = before
 
 
+def is_container(value: Any) -> bool:
+    """Whether it holds others, which a unit reads or writes there."""
+    return not isinstance(value, torch.Tensor) and isinstance(value, (dict, list, tuple, UserDict))
+
+
 def without_known(tree: Any) -> Any:
     """Real tensors in place of Absents whose data is known: what a unit that is really called is given.
 
@@ -230,12 +237,14 @@ def without_known(tree: Any) -> Any:
     """
     if isinstance(tree, Absent):
         return tree if tree.value is None else tree.value
-    if isinstance(tree, (dict, UserDict, list)):
+    if not is_container(tree):
+        return tree
+    if not isinstance(tree, tuple):
         for key, inner in list(enumerate(tree) if isinstance(tree, list) else tree.items()):
             known = without_known(inner)
             if known is not inner:
                 tree[key] = known
-    elif isinstance(tree, tuple):
+    else:
         known_too = [without_known(inner) for inner in tree]
         if any(now is not before for now, before in zip(known_too, tree, strict=True)):
             return type(tree)(*known_too) if hasattr(tree, "_fields") else tuple(known_too)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,27 @@ def train_as_adamw_does_unsplit() -> None:
     assert len(names) == len(set(names))
     for parameter_name, parameter in parts.named_parameters():
         torch.testing.assert_close(parameter, expected[parameter_name], rtol=0, atol=1e-6)
+
+
+def optimize_every_parameter() -> tuple[list[str], list[str], int]:
+    parts, _ = make_split("llama tied")
+    named = [parameter_name for parameter_name, _ in parts.named_parameters()]
+    objects = list(parts.parameters())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer = torch.optim.AdamW(parts.parameters())
+    assert len({id(parameter) for parameter in objects}) == len(objects) == len(optimizer.param_groups[0]["params"])
+    return named, [str(warning.message) for warning in caught], len(objects)
+
+
+def test_a_tied_parameter_is_given_once_and_adamw_does_not_warn(ranks):
+    """torch warns of a parameter that comes twice, and would then give it two updates a step."""
+    told = ranks(2).run(optimize_every_parameter)
+    assert [caught for _, caught, _ in told] == [[], []]
+    names = [parameter_name for named, _, _ in told for parameter_name in named]
+    assert sorted(names) == sorted(parameter_name for parameter_name, _ in make_model("llama tied").named_parameters())
+    assert "model.embed_tokens.weight" in told[0][0]
+    assert "lm_head.weight" not in names
 
 
 def test_three_adamw_steps_with_clipping_give_the_weights_of_the_unsplit_model(ranks):
