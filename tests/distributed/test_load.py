@@ -121,6 +121,21 @@ def test_types_are_those_that_transformers_gives(ranks, tmp_path):
     assert {dtype for dtype, _ in found.values()} == {torch.float16, torch.float32}
 
 
+def open_by_name(cache: str) -> dict[str, torch.Tensor]:
+    options = {"cache_dir": cache, "local_files_only": True}
+    parts = from_pretrained("somebody/model", example=make_batch(2), device="cpu", **options)
+    return {name: parameter.detach() for name, parameter in parts.named_parameters()}
+
+
+def test_a_name_on_the_hub_is_looked_up_where_transformers_keeps_it(ranks, tmp_path):
+    repository = tmp_path / "models--somebody--model"
+    model = store("llama", repository / "snapshots" / "abc")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc")
+    found = {name: value for part in ranks(2).run(open_by_name, str(tmp_path)) for name, value in part.items()}
+    torch.testing.assert_close(found, {name: p.detach() for name, p in model.named_parameters()}, rtol=0, atol=0)
+
+
 # ----------------------------------------------------------------------------------------------- what can be wrong
 
 
