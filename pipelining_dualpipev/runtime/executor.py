@@ -113,6 +113,8 @@ class StepResult:
 
 def _detached(tree: Any) -> Any:
     """The same with all its tensors detached."""
+    if isinstance(tree, torch.Tensor):
+        return tree.detach()
     return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, tree)
 
 

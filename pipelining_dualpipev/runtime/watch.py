@@ -25,6 +25,7 @@ import contextlib
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
@@ -45,8 +46,8 @@ _ALARM = "alarm"
 class _Wait:
     """One wait, handed to the thread."""
 
-    def __init__(self, work: dist.Work) -> None:
-        self.work = work
+    def __init__(self, until: Callable[[], object]) -> None:
+        self.until = until
         self.done = threading.Event()
         self.error: Exception | None = None
 
@@ -54,11 +55,11 @@ class _Wait:
 def _run_waits(waits: SimpleQueue[_Wait | None]) -> None:
     while (wait := waits.get()) is not None:
         try:
-            wait.work.wait()
+            wait.until()
         except Exception as error:  # told by the rank that waits for this
             wait.error = error
         done = wait.done
-        del wait  # and with it the work, before anybody goes on
+        del wait  # and with it the works, before anybody goes on
         done.set()
 
 
@@ -88,14 +89,14 @@ class Watch:
         thread.start()
         weakref.finalize(self, _end, self._waits, thread)
 
-    def wait(self, work: dist.Work) -> None:
-        """Return when the work is done.
+    def wait(self, until: Callable[[], object]) -> None:
+        """Return when ``until`` does, which waits for works of the group: the same ones on all ranks.
 
         Raises:
             RankLostError: if a rank has ended, or has not come.
         """
         self._number += 1
-        wait, start, told = _Wait(work), time.monotonic(), False
+        wait, start, told = _Wait(until), time.monotonic(), False
         self._waits.put(wait)
         while not wait.done.wait(_GLANCE):
             if self._has(_ALARM):
