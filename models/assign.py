@@ -12,7 +12,7 @@ event further up than that:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ from pipelining_dualpipev.models.units import Units
 if TYPE_CHECKING:
     from pipelining_dualpipev.models.plan import Event
 
-__all__ = ["Assignment", "assign"]
+__all__ = ["Assignment", "assign", "deal_out", "refuse_ranks_that_share"]
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,8 @@ def assign(
         SplitError: if it cannot be done.
     """
     layers = [event for event in events if event.is_layer]
-    if len(layers) < num_stages:
-        fits = len(layers) // 2
-        remedy = f"use at most {fits} rank{'s' * (fits != 1)}" if fits else "a model that small cannot be split"
-        raise SplitError(f"{len(layers)} layers cannot fill {num_stages} stages: {remedy}")
-    for number, event in enumerate(layers):
-        event.stage = number * num_stages // len(layers)
+    for event, stage in zip(layers, deal_out(len(layers), num_stages), strict=True):
+        event.stage = stage
     parameters_of = {
         unit: {first for name, first in names.items() if name.startswith(f"{unit}.")} for unit in units.units
     }
@@ -95,6 +91,41 @@ def assign(
     ]
     borrowed = [frozenset(root.name for root in need if root.kind == "parameter") for need in needs]
     return Assignment(parameter_stage, boundaries, [tuple(sorted(names_)) for names_ in required], borrowed)
+
+
+def deal_out(num_layers: int, num_stages: int) -> list[int]:
+    """The stage of each layer: in order, and as many layers to each stage as to any other, but for one.
+
+    Raises:
+        SplitError: if there are too few.
+    """
+    if num_layers < num_stages:
+        fits = num_layers // 2
+        remedy = f"use at most {fits} rank{'s' * (fits != 1)}" if fits else "a model that small cannot be split"
+        raise SplitError(f"{num_layers} layers cannot fill {num_stages} stages: {remedy}")
+    return [number * num_stages // num_layers for number in range(num_layers)]
+
+
+def refuse_ranks_that_share(names: Mapping[str, str], stages: Mapping[str, int], num_stages: int, remedy: str) -> None:
+    """Raise if a parameter is on several ranks, where each would have a copy with its part of the gradient.
+
+    Args:
+        names: each name of a parameter to its first one.
+        stages: for each name the stage that holds the parameter under it.
+        num_stages: 2P.
+        remedy: what to do about it.
+
+    Raises:
+        SplitError: naming the parameter everywhere.
+    """
+    tied: dict[str, list[str]] = {}
+    for name, first in names.items():
+        tied.setdefault(first, []).append(name)
+    for aliases in tied.values():
+        ranks = {min(stages[name], num_stages - 1 - stages[name]) for name in aliases}
+        if len(ranks) > 1:
+            where = ", ".join(f"{name} on stage {stages[name]}" for name in aliases)
+            raise SplitError(f"one parameter is needed on {len(ranks)} ranks: {where}. {remedy}")
 
 
 def _uses(events: Sequence[Event], demands: Iterable[Demand], num_stages: int) -> list[tuple[int, Root]]:
@@ -171,13 +202,10 @@ def _place_parameters(
     for name, first in names.items():
         unit = units.unit_of(name)
         stages[name] = unit_stage.get(unit, 0) if unit else first_use.get(first, 0)
-    for first in set(names.values()):
-        tied = [name for name, other in names.items() if other == first]
-        ranks = {min(stages[name], num_stages - 1 - stages[name]) for name in tied}
-        if len(ranks) > 1:
-            where = ", ".join(f"{name} on stage {stages[name]}" for name in tied)
-            raise SplitError(
-                f"one parameter is needed on {len(ranks)} ranks: {where}. Untie it (config.tie_word_embeddings=False), "
-                "or use a number of ranks at which they meet"
-            )
+    refuse_ranks_that_share(
+        names,
+        stages,
+        num_stages,
+        "Untie it (config.tie_word_embeddings=False), or use a number of ranks at which they meet",
+    )
     return stages

@@ -45,7 +45,8 @@ from pipelining_dualpipev.errors import CheckpointError
 from pipelining_dualpipev.models.agree import everywhere
 from pipelining_dualpipev.models.files import CheckpointFiles
 from pipelining_dualpipev.models.loss import LossFunction
-from pipelining_dualpipev.models.split import SplitModel, make_stages, plan_skeleton, where
+from pipelining_dualpipev.models.parts import SplitModel
+from pipelining_dualpipev.models.split import make_stages, plan_skeleton, where
 from pipelining_dualpipev.models.surgery import make_parameters_absent, make_skeleton, names_of_parameters
 from pipelining_dualpipev.planning.placement import Placement
 

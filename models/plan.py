@@ -101,6 +101,11 @@ class SplitPlan:
         """FQNs of the parameters that ``stage`` holds, in order; a tied one under each of its names there."""
         return [name for name in self.names if self.assignment.parameter_stage[name] == stage]
 
+    def saves_buffer(self, name: str, stage: int) -> bool:
+        """Whether ``stage`` is the one that saves a buffer, which all have: where its unit runs, or the first."""
+        unit = self.units.unit_of(name)
+        return stage == next((event.stage for event in self.events if event.unit == unit), 0)
+
     def shape_of(self, root: Root) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and type of a value that crosses."""
         if root.kind == "parameter":
