@@ -33,6 +33,7 @@ __all__ = [
     "has_gradient_hooks",
     "has_hooks",
     "is_compiled",
+    "is_profiling",
     "is_transforming",
     "is_view",
     "pytree",
@@ -293,6 +294,11 @@ def is_compiled(module: torch.nn.Module) -> bool:
     dynamo = sys.modules.get("torch._dynamo")  # slow to import, and there is nothing compiled without it
     wrapped = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
     return wrapped or module._compiled_call_impl is not None
+
+
+def is_profiling() -> bool:
+    """Whether a profiler of torch is recording in this process."""
+    return bool(torch.autograd._profiler_enabled())
 
 
 def is_transforming() -> bool:

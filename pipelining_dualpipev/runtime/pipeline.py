@@ -22,10 +22,12 @@ from pipelining_dualpipev.planning.actions import Order
 from pipelining_dualpipev.planning.placement import Placement
 from pipelining_dualpipev.runtime.control import agree
 from pipelining_dualpipev.runtime.data_parallel import Replicas
-from pipelining_dualpipev.runtime.executor import Executor, Loss, StepResult, Wires
+from pipelining_dualpipev.runtime.executor import Executor, StepResult, Wires
 from pipelining_dualpipev.runtime.gradients import Seed, one
 from pipelining_dualpipev.runtime.inputs import NamedInputs
+from pipelining_dualpipev.runtime.loss import Loss
 from pipelining_dualpipev.runtime.microbatches import Microbatches
+from pipelining_dualpipev.runtime.observe import Observer
 from pipelining_dualpipev.runtime.stage import StageRunner
 from pipelining_dualpipev.runtime.transport import ContactLostError, Handle
 
@@ -68,6 +70,10 @@ class Pipeline:
         }
         # By kind of step: what the last one that succeeded was like. As long as that stays, shapes stay.
         self._last: dict[bool, object] = {}
+
+    def observe(self, observer: Observer | None) -> None:
+        """Have ``observer`` look on in the training steps that follow; None: nobody but a profiler that is on."""
+        self._executors[True].observer = observer
 
     def step(
         self,

@@ -106,9 +106,10 @@ class StageRunner:
         if self._accepted_inputs is None:
             return
         if unknown := {name for mb in kwarg_mbs for name in mb} - self._accepted_inputs:
+            accepted = ", ".join(sorted(self._accepted_inputs))
+            remedy = f"{accepted}. Give split() an example with all inputs of a step" if accepted else "one by position"
             raise ValueError(
-                f"the step was given {', '.join(sorted(unknown))}, which the model was not split for: it takes "
-                f"{', '.join(sorted(self._accepted_inputs))}. Give split() an example with all inputs of a step"
+                f"the step was given {', '.join(sorted(unknown))}, which the model was not split for: it takes {remedy}"
             )
 
     def select_inputs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:

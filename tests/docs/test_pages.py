@@ -77,6 +77,16 @@ def test_the_script_on_data_parallelism_gives_all_ranks_one_norm(tmp_path):
     assert len(said.splitlines()) == 4
 
 
+@pytest.mark.slow
+def test_the_script_on_plain_layers_tells_which_rank_holds_which(tmp_path):
+    (script,) = blocks(
+        (ROOT / "docs/explanation/splitting.md").read_text(), "python", "<!-- script: plain layers -->\n"
+    )
+    said = run_on_ranks(script, tmp_path).splitlines()
+    holds = [", ".join(f"{index}.linear1.weight" for index in own) for own in ((1, 6), (2, 3, 4, 5))]
+    assert sorted(said) == [f"rank {rank} holds {names}" for rank, names in enumerate(holds)]
+
+
 def test_the_page_on_fuzzing_fuzzes(tmp_path):
     page = (ROOT / "docs/how-to/fuzz-a-schedule.md").read_text()
     (script,) = blocks(page, "python", after="<!-- script: fuzz -->\n")
