@@ -18,6 +18,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, _Action
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipelining_dualpipev.planning.actions import Action, Order
 from pipelining_dualpipev.planning.placement import Placement
@@ -26,6 +27,7 @@ __all__ = [
     "GROUPED_MM",
     "GradientHooks",
     "TORCH_SCHEDULES",
+    "TorchDispatchMode",
     "TorchSchedule",
     "WrapperTensor",
     "gloo_group_beside",
