@@ -33,7 +33,7 @@ from pipelining_dualpipev.planning.simulate import simulate
 __all__ = ["balance", "stage_costs"]
 
 _SIMULATIONS = 300  # the most that the search may take
-_BISECTIONS = 40
+_NEAR = 1e-4  # how near to the least load, as a share, the bisection comes; then layers are moved anyway
 _SHARES = (0.5, 0.3, 0.7)
 _CLOSE = 1e-9  # loads nearer to each other than this share are the same
 
@@ -142,11 +142,9 @@ class _Load(NamedTuple):
 def _least(first: _Load, second: _Load, second_limit: float, num_ranks: int) -> _Cuts | None:
     """The partition whose largest rank is least by ``first``, with every rank within the limit by ``second``."""
     best = _within(first, first.total, second, second_limit, num_ranks)
-    low, high = 0.0, first.total
-    for _ in range(_BISECTIONS if best else 0):
+    low, high = first.total / num_ranks, first.total  # no largest rank is below the mean
+    while best and high - low > _NEAR * high:
         middle = (low + high) / 2
-        if high - low <= _CLOSE * high:
-            break
         if found := _within(first, middle, second, second_limit, num_ranks):
             best, high = found, max(first.of_rank(found, rank) for rank in range(num_ranks))
         else:
