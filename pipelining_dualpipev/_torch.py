@@ -39,6 +39,7 @@ __all__ = [
     "is_profiling",
     "is_transforming",
     "is_view",
+    "on_conversion",
     "pytree",
     "replace_call",
     "run_backward",
@@ -281,6 +282,18 @@ def has_hooks(module: torch.nn.Module, *, but_of: str) -> bool:
 def replace_call(module: torch.nn.Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Let a call of the module, with its hooks, be what ``make`` makes of it."""
     module._call_impl = make(module._call_impl)  # type: ignore[method-assign]
+
+
+def on_conversion(module: torch.nn.Module, then: Callable[[Callable[[torch.Tensor], torch.Tensor]], None]) -> None:
+    """Let ``to``, ``half`` and the like of the module or of one around it also call ``then`` with what they apply."""
+    apply = module._apply
+
+    def both(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> torch.nn.Module:
+        converted = apply(fn, recurse)
+        then(fn)
+        return converted
+
+    module._apply = both  # type: ignore[method-assign]
 
 
 grouped_mm: Callable[..., torch.Tensor] = torch._grouped_mm

@@ -171,5 +171,5 @@ class Pipeline:
         return (
             torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
             *(module.training for module in modules),
-            *(parameter.requires_grad for module in modules for parameter in module.parameters()),
+            *((parameter.requires_grad, parameter.dtype) for module in modules for parameter in module.parameters()),
         )
