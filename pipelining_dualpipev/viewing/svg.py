@@ -75,14 +75,13 @@ def to_svg(timelines: Timeline | Mapping[str, Timeline]) -> str:
     longest = max((timeline.makespan for timeline in named.values()), default=0.0)
     scale = _scale(list(named.values()), longest)
     parts: list[str] = []
-    y = 6.0
-    for title, timeline in named.items():
-        parts.append(f'<text class="title" x="6" y="{_n(y + 12)}">{escape(_headline(title, timeline))}</text>')
-        y += _TITLE
-        for rank in timeline.spans:
-            parts += _rank(timeline, rank, y, scale)
-            y += _ROW + _SILHOUETTE + _GAP
-        y += _GAP
+    y = 0.0
+    for y, title, timeline, rank in _rows(named):
+        if rank is None:
+            parts.append(f'<text class="title" x="6" y="{_n(y + 12)}">{escape(_headline(title, timeline))}</text>')
+        else:
+            parts += [*_labels(timeline, rank, y), *_rank(timeline, rank, y, scale)]
+    y += _ROW + _SILHOUETTE + 2 * _GAP
     parts += _legend(y)
     width, height = max(720.0, _LEFT + longest * scale + 12), y + _LEGEND
     microbatches = {
@@ -105,8 +104,31 @@ def to_svg(timelines: Timeline | Mapping[str, Timeline]) -> str:
     )
 
 
+def _rows(named: Mapping[str, Timeline]) -> Iterator[tuple[float, str, Timeline, int | None]]:
+    """From where down each rank's row is drawn, and, as of no rank, each title."""
+    y = 6.0
+    for title, timeline in named.items():
+        yield y, title, timeline, None
+        y += _TITLE
+        for rank in timeline.spans:
+            yield y, title, timeline, rank
+            y += _ROW + _SILHOUETTE + _GAP
+        y += _GAP
+
+
+def _labels_alone(named: Mapping[str, Timeline]) -> str:
+    """The names of the rows once more, to lie over the picture's own while that is scrolled away under them."""
+    parts, bottom = [], 0.0
+    for y, _, timeline, rank in _rows(named):
+        if rank is not None:
+            bottom = y + _ROW + _SILHOUETTE + _GAP
+            box = _Box(0, y - 2, _LEFT - 2, _ROW + _SILHOUETTE + 6)  # borders of pairs reach beyond their row
+            parts += [f'<rect {_rect(box)} fill="#ffffff"/>', *_labels(timeline, rank, y)]
+    return f'<svg class="labels" width="{_n(_LEFT)}" height="{_n(bottom)}">{"".join(parts)}</svg>'
+
+
 def to_html(timelines: Timeline | Mapping[str, Timeline], *, title: str = "A pipeline step") -> str:
-    """The picture in a page of its own, which scrolls sideways, with each rank's figures under it."""
+    """The picture in a page of its own, scrolling sideways under the names of its rows, and each rank's figures."""
     named = {"One step": timelines} if isinstance(timelines, Timeline) else dict(timelines)
     rows = [
         f"<tr><td>{escape(name)}</td><td>{rank}</td><td>{timeline.bubble(rank):.1%}</td>"
@@ -119,10 +141,12 @@ def to_html(timelines: Timeline | Mapping[str, Timeline], *, title: str = "A pip
             "<!DOCTYPE html>",
             f'<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>',
             "<style>body { font: 14px system-ui, sans-serif; margin: 16px; background: #ffffff; color: #1f2328; }",
-            ".strip { overflow-x: auto; } td, th { padding: 2px 12px; text-align: right; }",
+            ".strip { overflow-x: auto; display: grid; } .strip > svg { grid-area: 1 / 1; }",
+            ".labels { position: sticky; left: 0; pointer-events: none; }",
+            "td, th { padding: 2px 12px; text-align: right; }",
             "td:first-child, th:first-child { text-align: left; }</style></head><body>",
             f"<h1>{escape(title)}</h1>",
-            f'<div class="strip">{to_svg(named)}</div>',
+            f'<div class="strip">{to_svg(named)}{_labels_alone(named)}</div>',
             "<p>Point at a microbatch to follow it through all stages.</p>",
             "<table><tr><th>schedule</th><th>rank</th><th>idle</th><th>most microbatches held</th></tr>",
             *rows,
@@ -154,13 +178,17 @@ def _headline(title: str, timeline: Timeline) -> str:
     return f"{title} · {timeline.costs} · takes {timeline.makespan:.5g}, {idle:.1%} idle"
 
 
+def _labels(timeline: Timeline, rank: int, y: float) -> Iterator[str]:
+    yield f'<text x="6" y="{_n(y + _ROW / 2 - 1)}">rank {rank}</text>'
+    yield f'<text class="small" x="6" y="{_n(y + _ROW / 2 + 10)}">{timeline.bubble(rank):.1%} idle</text>'
+    told = f"holds up to {timeline.peak_in_flight(rank)}"
+    yield f'<text class="small" x="6" y="{_n(y + _ROW + _SILHOUETTE)}">{told}</text>'
+
+
 def _rank(timeline: Timeline, rank: int, y: float, scale: float) -> Iterator[str]:
     spans = timeline.spans[rank]
     stages = {single.stage for span in spans for single in span.action.singles}
     early = min(stages, default=0)
-    middle = _n(y + _ROW / 2 - 1)
-    yield f'<text x="6" y="{middle}">rank {rank}</text>'
-    yield f'<text class="small" x="6" y="{_n(y + _ROW / 2 + 10)}">{timeline.bubble(rank):.1%} idle</text>'
     bottom = _n(y + _ROW)
     yield f'<path class="axis" d="M{_n(_LEFT)} {bottom}H{_n(_LEFT + timeline.makespan * scale)}"/>'
     borders = []  # over everything else of the row
@@ -198,7 +226,6 @@ def _silhouette(timeline: Timeline, rank: int, top: float, scale: float) -> Iter
     for time, held in timeline.in_flight(rank):
         path += f"H{_n(_LEFT + time * scale)}V{_n(base - held / max(1, highest) * _SILHOUETTE)}"
     yield f'<path class="held" d="{path}Z"/>'
-    yield f'<text class="small" x="6" y="{_n(base - 2)}">holds up to {timeline.peak_in_flight(rank)}</text>'
 
 
 def _legend(y: float) -> Iterator[str]:
