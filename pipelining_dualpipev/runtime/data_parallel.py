@@ -12,7 +12,8 @@ parameter once, also one that two wrapped stages share. Its own reducer would wa
 which a parameter that this one microbatch did not use never gives.
 
 *fully_shard* gathers, reduces and frees by hooks of its own. They are told before each backward whether it is the
-stage's last one; until then, gradients add up unsharded.
+stage's last one; until then, gradients add up unsharded. That one reduces them in its midst, so weight gradients that
+have been put off are computed before it, and its own are not put off.
 
 Before gradients are averaged, the replicas tell each other whether their pipelines' step went well: if it failed in
 one of them it fails in all, and none waits for what another will never send.
@@ -57,8 +58,8 @@ class DataParallelStage:
         self._syncs: bool | None = None
 
     @property
-    def reduces_in_backward(self) -> bool:
-        """Whether the last backward itself reduces gradients, so that all of them have to be there by then."""
+    def is_sharded(self) -> bool:
+        """Whether the last backward itself reduces gradients, so that all of them have to be there with it."""
         return bool(self._sharded)
 
     def forward(self) -> AbstractContextManager[object]:

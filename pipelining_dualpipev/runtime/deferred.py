@@ -148,8 +148,11 @@ _VIEWS = {
 }
 
 
-def find_operand(weight: Any, parameters: Collection[nn.Parameter]) -> Operand | None:
-    """Where ``weight`` is in one of ``parameters``; None unless autograd would give it there and nowhere else."""
+def find_operand(weight: Any, parameters: Collection[nn.Parameter] | None) -> Operand | None:
+    """Where ``weight`` is in one of ``parameters``; None unless autograd would give it there and nowhere else.
+
+    Without ``parameters`` any will do. What a stage has received is no ``nn.Parameter``, so it never does.
+    """
     if type(weight) not in (torch.Tensor, nn.Parameter) or not weight.requires_grad:
         return None
     if has_gradient_hooks(weight) or weight.retains_grad:
@@ -162,7 +165,11 @@ def find_operand(weight: Any, parameters: Collection[nn.Parameter]) -> Operand |
         leaf = getattr(node, "variable", None)
         if leaf is None or not leaf.is_contiguous():
             return None
-    if leaf not in parameters or type(leaf) is not nn.Parameter or has_gradient_hooks(leaf):
+    if (
+        (parameters is not None and leaf not in parameters)
+        or type(leaf) is not nn.Parameter
+        or has_gradient_hooks(leaf)
+    ):
         return None
     plain = weight.layout is torch.strided and weight.is_floating_point() and weight.dtype is leaf.dtype
     if not plain or storage_of(weight) != storage_of(leaf):

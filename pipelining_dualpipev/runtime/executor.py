@@ -266,6 +266,7 @@ class Executor:
                 runner.select_inputs(self._inputs.kwargs[microbatch]),
                 grad=self._trains,
                 split=key in self._split,
+                last=self._completes(stage, microbatch),
             )
             if runner.is_last:
                 ends = self._finish_output(output, microbatch)
@@ -298,6 +299,9 @@ class Executor:
         else:
             self._activations[stage + 1, microbatch] = _Arriving(None, handed)
 
+    def _completes(self, stage: int, microbatch: int) -> bool:
+        return self._finalize and self._last_backward.get(stage) == microbatch
+
     def _full_backward(self, stage: int, microbatch: int) -> Steps:
         return self._backward(stage, microbatch, split=False)
 
@@ -308,7 +312,7 @@ class Executor:
         arriving = self._gradients.pop((stage, microbatch), _Arriving(None, ()))
         if arriving.handle is not None:
             yield arriving.handle
-        last = self._finalize and self._last_backward[stage] == microbatch
+        last = self._completes(stage, microbatch)
         with self._observed(Kind.BACKWARD_INPUT if split else Kind.FULL_BACKWARD, stage, microbatch):
             gradients = self._runners[stage].backward(microbatch, arriving.tensors, split=split, last=last)
         if self._placement.crosses(stage - 1):

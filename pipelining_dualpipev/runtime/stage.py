@@ -25,7 +25,7 @@ from torch.distributed.pipelining import PipelineStage
 from pipelining_dualpipev._torch import run_backward
 from pipelining_dualpipev.runtime.data_parallel import DataParallelStage, stage_module
 from pipelining_dualpipev.runtime.gradients import Seed, one, seeding
-from pipelining_dualpipev.runtime.weight_grad import AllInInput, AtOperations, FromBuilder, WeightGradients
+from pipelining_dualpipev.runtime.weight_grad import AtOperations, FromBuilder, WeightGradients
 
 __all__ = ["StageRunner", "TensorMeta", "changed_metas", "metas_of"]
 
@@ -88,11 +88,9 @@ class StageRunner:
         self._accepted_inputs: frozenset[str] | None = getattr(own, "accepted_inputs", None)
         self._data_parallel = DataParallelStage(stage.submod)
         self.seed: Seed = one
-        self._weight_gradients: WeightGradients = AtOperations(stage.submod)
+        self._weight_gradients: WeightGradients = AtOperations(stage.submod, sharded=self._data_parallel.is_sharded)
         if builder:
             self._weight_gradients = FromBuilder(builder)
-        elif self._data_parallel.reduces_in_backward:
-            self._weight_gradients = AllInInput()
         self._in_flight: dict[int, _InFlight] = {}
         self._put_off: dict[int, Callable[[], None]] = {}
 
@@ -127,7 +125,9 @@ class StageRunner:
             return dict(kwargs)
         return {name: kwargs[name] for name in self.required_inputs if name in kwargs}
 
-    def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, grad: bool, split: bool) -> Any:
+    def forward(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, grad: bool, split: bool, last: bool = False
+    ) -> Any:
         """The module's output as it is; tensors of ``args`` that require grad are where this stage's backward ends.
 
         Args:
@@ -135,8 +135,9 @@ class StageRunner:
             kwargs: the step's keyword inputs for this stage.
             grad: whether a backward will follow.
             split: whether that backward will be split into I and W.
+            last: whether this stage's gradients are complete with it.
         """
-        deferring = self._weight_gradients.deferring() if split else nullcontext()
+        deferring = self._weight_gradients.deferring() if self._puts_off(split, last) else nullcontext()
         without_grad = nullcontext() if grad else torch.no_grad()
         with without_grad, seeding(self.seed), self._data_parallel.forward(), deferring:
             return self.module(*args, **kwargs)
@@ -179,9 +180,12 @@ class StageRunner:
         """
         leaves, edges = self._in_flight.pop(microbatch)
         roots = [(edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if gradient is not None]
+        if last and self._data_parallel.is_sharded:
+            for waiting in list(self._put_off):
+                self.backward_weight(waiting)
         self._data_parallel.before_backward(last=last)
         if roots:
-            collecting = self._weight_gradients.collecting() if split else nullcontext()
+            collecting = self._weight_gradients.collecting() if self._puts_off(split, last) else nullcontext()
             with seeding(self.seed), _without_autocast(self.device.type), collecting:
                 run_backward([edge for edge, _ in roots], [gradient for _, gradient in roots])
         work = self._weight_gradients.take()
@@ -192,5 +196,13 @@ class StageRunner:
         return [leaf.grad for leaf in leaves]
 
     def backward_weight(self, microbatch: int) -> None:
-        """Run what `backward` has put off."""
-        self._put_off.pop(microbatch)()
+        """Run what `backward` has put off, if that was not needed earlier."""
+        self._put_off.pop(microbatch, _nothing)()
+
+    def _puts_off(self, split: bool, last: bool) -> bool:
+        """Whether a backward leaves weight gradients for later. A sharded stage's last one reduces what is there."""
+        return split and not (last and self._data_parallel.is_sharded)
+
+
+def _nothing() -> None:
+    pass

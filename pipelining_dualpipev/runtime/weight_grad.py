@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -53,8 +54,11 @@ class WeightGradients(Protocol):
         """In words, what is put off."""
 
 
-class AllInInput:
-    """I runs the whole backward and leaves nothing: for a stage whose last backward has to complete its gradients."""
+class FromBuilder:
+    """The user's own ``PipelineStage(dw_builder=...)``: called after a backward, it gives what is left to do."""
+
+    def __init__(self, dw_builder: Callable[[], Callable[..., None]]) -> None:
+        self._dw_builder = dw_builder
 
     def deferring(self) -> AbstractContextManager[None]:
         """See `WeightGradients.deferring`."""
@@ -66,33 +70,18 @@ class AllInInput:
 
     def take(self) -> Callable[[], None]:
         """See `WeightGradients.take`."""
-        return _nothing
+        return self._dw_builder()
 
     def forget(self) -> None:
         """See `WeightGradients.forget`."""
 
     def explain(self) -> str:
         """See `WeightGradients.explain`."""
-        return "no weight gradient is put off, as the stage is sharded"
+        return "what is put off is up to its own dw_builder"
 
 
 def _nothing() -> None:
     pass
-
-
-class FromBuilder(AllInInput):
-    """The user's own ``PipelineStage(dw_builder=...)``: called after a backward, it gives what is left to do."""
-
-    def __init__(self, dw_builder: Callable[[], Callable[..., None]]) -> None:
-        self._dw_builder = dw_builder
-
-    def take(self) -> Callable[[], None]:
-        """See `WeightGradients.take`."""
-        return self._dw_builder()
-
-    def explain(self) -> str:
-        """See `WeightGradients.explain`."""
-        return "what is put off is up to its own dw_builder"
 
 
 class AtOperations:
@@ -100,10 +89,11 @@ class AtOperations:
 
     Args:
         module: a stage's. It is the same before and after each context; parameters, state dict and types never change.
+        sharded: whether `fully_shard` exchanges its parameters while it runs, so that they cannot be listed before.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, *, sharded: bool = False) -> None:
+        self._module, self._sharded = module, sharded
         self._forwards: dict[nn.Module, Callable[..., Any]] | None = None
         self._parameters: frozenset[nn.Parameter] = frozenset()
         self._notes: list[Note] | None = None
@@ -153,12 +143,18 @@ class AtOperations:
     def explain(self) -> str:
         """See `WeightGradients.explain`. Counted from what has run, not guessed from the modules."""
         trained = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
-        of, deferred = (sum(p.numel() for p in some) for some in (trained, self._deferred.intersection(trained)))
+        known = self._deferred if self._sharded else self._deferred.intersection(trained)
+        of, deferred = (sum(p.numel() for p in some) for some in (trained, known))
         if not self._deferred:
             return "no weight gradient has been put off so far"
-        return (
+        words = (
             f"the weight gradients of {deferred:,} of {of:,} parameters ({deferred / max(of, 1):.1%}) are put off to W"
         )
+        if self._sharded:
+            return f"{words}, but for those of the last microbatch, whose I reduces all, as the stage is sharded"
+        if placed := sum(p.numel() for p in trained if isinstance(p, DTensor)):
+            words += f"; {placed:,} are in DTensors, whose gradients may have to be communicated, which W never does"
+        return words
 
     # ---------------------------------------------------------------------------------------------------- the modules
 
@@ -203,7 +199,7 @@ class AtOperations:
     def _defer(self, function: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
         """The operation's result, if it is one whose weight gradient can be left for W; else None."""
         call = operation_of(function, args, kwargs)
-        operand = None if call is None else find_operand(call.weight, self._parameters)
+        operand = None if call is None else find_operand(call.weight, None if self._sharded else self._parameters)
         if call is None or operand is None:
             return None
         self._deferred.add(operand.parameter)

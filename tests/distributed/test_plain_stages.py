@@ -11,8 +11,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import ScheduleDualPipeV as TorchDualPipeV
 
-from pipelining_dualpipev import ScheduleDualPipeV, clip_grad_norm_, mean_loss, stage_indices
-from pipelining_dualpipev.planning import dualpipev_order
+from pipelining_dualpipev import clip_grad_norm_, mean_loss, stage_indices
 from tests.distributed.stacks import WIDTH, Cut, assert_close, gradients, make_batch, make_layers, mean_square
 
 
@@ -331,32 +330,6 @@ def clipped(norm_type: float, max_norm: float) -> None:
 def test_clipping_counts_all_stages_and_a_tied_parameter_once(ranks, norm_type):
     ranks(2).run(clipped, norm_type, 1e-3)
     ranks(2).run(clipped, norm_type, 1e3)
-
-
-def weights_put_off_by_the_user() -> list[str]:
-    events: list[str] = []
-
-    class Noted(nn.Linear):
-        def forward(self, x):
-            events.append("F")
-            return super().forward(x)
-
-    def builder():
-        events.append("I")
-        return lambda: events.append("W")
-
-    cpu = torch.device("cpu")
-    stages = [PipelineStage(Noted(WIDTH, WIDTH), index, 2, cpu, dw_builder=builder) for index in range(2)]
-    schedule = ScheduleDualPipeV(stages, 1, loss_fn=mean_square)
-    x, target = (t.float() for t in make_batch(1))
-    schedule.step(x, target=target)
-    return events
-
-
-def test_the_users_own_dw_builder_is_asked_after_each_backward_and_its_work_done_in_w(ranks):
-    (events,) = ranks(1).run(weights_put_off_by_the_user)
-    assert " ".join(map(str, dualpipev_order(1, 1)[0])) == "0F0 1F0 1B0 0I0 0W0"
-    assert events == ["F", "F", "I", "W", "I", "W"]
 
 
 def torch_beside_ours() -> None:
