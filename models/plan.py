@@ -99,7 +99,21 @@ class SplitPlan:
 
     def local_parameters(self, stage: int) -> list[str]:
         """FQNs of the parameters that ``stage`` holds, in order; a tied one under each of its names there."""
-        return [name for name in self.names if self.assignment.parameter_stage[name] == stage]
+        return [name for name in self.names if stage in self.assignment.holders[name]]
+
+    def home_of(self, name: str) -> int:
+        """The stage that saves a parameter or buffer: the first one that holds it, by a tied parameter's first name."""
+        if name in self.names:
+            return self.assignment.holders[self.names[name]][0]
+        unit = self.units.unit_of(name)
+        return min((event.stage for event in self.events if event.unit == unit), default=0)
+
+    def tied_stages(self) -> dict[str, tuple[int, ...]]:
+        """By first name the stages that hold a parameter, for each that has several names or is held several times."""
+        stages: dict[str, list[int]] = {}
+        for name, first in self.names.items():
+            stages.setdefault(first, []).extend(self.assignment.holders[name])
+        return {first: tuple(sorted(set(held))) for first, held in stages.items() if len(held) > 1}
 
     def shape_of(self, root: Root) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and type of a value that crosses."""

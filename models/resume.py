@@ -165,7 +165,10 @@ def _own_state(model: SplitModel, optimizer: torch.optim.Optimizer | None, rank:
     packed = optimizer.state_dict()
     if rank == 0:
         state["groups"] = [_settings(group) for group in packed["param_groups"]]
+    stages = {stage.stage_index for stage in model.stages}
     for index, (number, name) in enumerate(_members(optimizer, _names(model))):
+        if model.plan.home_of(name) not in stages:
+            continue  # a replica
         entries = packed["state"].get(index, {})
         tensors = {key: value for key, value in entries.items() if isinstance(value, torch.Tensor)}
         rest = {key: value for key, value in entries.items() if key not in tensors}

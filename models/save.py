@@ -96,20 +96,14 @@ def _not_saved(words: str) -> OSError:
 def own_tensors(model: nn.Module, plan: SplitPlan, stage: int) -> dict[str, torch.Tensor]:
     """The parameters and persistent buffers that ``stage`` has to save, by the model's own names.
 
-    A tied parameter is saved once, by its first name. Buffers are on every stage; those of a unit count where it runs,
-    others on the first.
+    Each is saved once, by the first stage that holds it, and a tied parameter by its first name. Buffers are on every
+    stage; those of a unit count where it runs, others on the first.
     """
-    unit_stage = {event.unit: event.stage for event in plan.events}
-    own: dict[str, torch.Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        if name in plan.names:
-            if plan.names[name] == name:
-                own[name] = tensor
-        else:
-            unit = plan.units.unit_of(name)
-            if (unit_stage.get(unit, 0) if unit else 0) == stage:
-                own[name] = tensor
-    return own
+    return {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if plan.names.get(name, name) == name and plan.home_of(name) == stage
+    }
 
 
 def _own_state(models: Iterable[nn.Module], plan: SplitPlan, stages: Iterable[int]) -> dict[str, torch.Tensor]:

@@ -93,7 +93,7 @@ class Plans:
         with torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False):
             plan = make_plan(self._skeleton, first.num_stages, {**inputs, **first.constants})
         for what, now, before in (
-            ("its parameters", plan.assignment.parameter_stage, first.assignment.parameter_stage),
+            ("its parameters", plan.assignment.holders, first.assignment.holders),
             ("what a stage reads of the inputs", plan.required_inputs, first.required_inputs),
             ("the parameters that travel", plan.assignment.borrowed, first.assignment.borrowed),
             ("its loss", plan.loss, first.loss),

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from pipelining_dualpipev.models.loss import LossFunction
 from pipelining_dualpipev.models.plan import SplitPlan, make_plan
+from pipelining_dualpipev.models.replicas import send_made_weights
 from pipelining_dualpipev.models.save import save_pretrained
 from pipelining_dualpipev.models.shapes import Plans
 from pipelining_dualpipev.models.stage import StageModule
@@ -176,6 +177,7 @@ def split(
     loss_fn = LossFunction(plan.loss, dp_group) if plan.loss else None
     own = Placement.v(num_ranks).stages_of(rank)
     modules = build_stages(model, skeleton, plan, own, device, loss_fn)
+    send_made_weights(model, plan, modules, group)
     return SplitModel(modules, plan, skeleton, group, device, loss_fn)
 
 

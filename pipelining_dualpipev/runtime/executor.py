@@ -2,7 +2,7 @@
 
 A program is a list of actions, computing and communicating ones (`planning.lowering`). The executor goes through it
 once a step, as a generator: wherever it needs something that may not be there yet it yields the handle of it, and goes
-on when the driver has waited. Under torch.distributed the driver is `drive`, below; a test can drive all ranks of a
+on when the driver has waited. Under torch.distributed the driver is `transport.drive`; a test can drive all ranks of a
 pipeline in one process and choose who goes next::
 
     executor                                        driver
@@ -36,7 +36,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -48,28 +48,13 @@ from pipelining_dualpipev.runtime.control import Control
 from pipelining_dualpipev.runtime.gradients import Seed
 from pipelining_dualpipev.runtime.microbatches import Microbatches
 from pipelining_dualpipev.runtime.stage import StageRunner, TensorMeta, metas_of
+from pipelining_dualpipev.runtime.tied import TiedGradients
 from pipelining_dualpipev.runtime.transport import ContactLostError, Handle, Transport
 
-__all__ = ["Executor", "Loss", "StepResult", "Wires", "drive"]
+__all__ = ["Executor", "Loss", "StepResult", "Wires"]
 
-T = TypeVar("T")
 Steps = Generator[Handle, None, None]
 _Key = tuple[int, int]  # stage, microbatch
-
-
-def drive(steps: Generator[Handle, None, T]) -> T:
-    """Run a generator to its end, waiting for each handle that it yields; return what it returns."""
-    try:
-        handle = next(steps)
-        while True:
-            try:
-                handle.wait()
-            except Exception as error:  # of a connection: who yielded the handle is to say what follows
-                handle = steps.throw(error)
-            else:
-                handle = next(steps)
-    except StopIteration as end:
-        return end.value
 
 
 @dataclass(frozen=True)
@@ -133,12 +118,19 @@ class Executor:
         placement: which rank holds which stage.
         runners: this rank's stages by index.
         wires: to the other ranks.
+        tied: parameters of these stages that other ranks hold too.
     """
 
     def __init__(
-        self, program: Sequence[Action], *, placement: Placement, runners: dict[int, StageRunner], wires: Wires
+        self,
+        program: Sequence[Action],
+        *,
+        placement: Placement,
+        runners: dict[int, StageRunner],
+        wires: Wires,
+        tied: TiedGradients,
     ) -> None:
-        self._placement, self._runners, self._wires = placement, runners, wires
+        self._placement, self._runners, self._wires, self._tied = placement, runners, wires, tied
         self._rank = wires.transport.rank
         actions: dict[Kind, Callable[[int, int], Steps | None]] = {
             Kind.FORWARD: self._forward,
@@ -191,7 +183,8 @@ class Executor:
             seed: of a backward; known on every rank.
             announce: something may have changed, so shapes travel ahead of tensors; the same on every rank.
             keep_outputs: whether the result has the last stage's outputs (detached).
-            finalize: whether each stage's last backward is to reduce its gradients, if the stage is sharded.
+            finalize: whether this step's gradients are whole at its end: each stage's last backward reduces them, if
+                the stage is sharded, and those of tied parameters are summed over their ranks.
             lost: why the step has failed already, if so.
 
         Raises:
@@ -205,6 +198,8 @@ class Executor:
         if lost is not None:
             self._gone.add(lost.peer)
             self._failure = Failure(self._rank, "delivery of inputs", 0, 0, str(lost))
+        if self._trains:
+            self._tied.begin_step()
         for do, action in self._steps:
             if self._failure is not None and not action.kind.is_communication:
                 continue
@@ -213,19 +208,22 @@ class Executor:
                 if steps is not None:
                     yield from steps
             except Exception as error:
-                if isinstance(error, ContactLostError):
-                    self._gone.add(error.peer)
-                self._fail(action, error)
+                self._fail(str(action), error, action.stage, action.microbatch)
+        if self._trains and finalize:
+            try:
+                yield from self._tied.end_step(failed=self._failure is not None)
+            except Exception as error:
+                self._fail("sum of the gradients of tied parameters", error)
         yield from self._end_together()
         result, self._result = self._result, StepResult()
         return result
 
-    def _fail(self, action: Action, error: Exception) -> None:
-        if self._failure is not None:
-            return  # what follows from a failure is none
-        words = f"{type(error).__name__}: {error}"
-        self._failure = Failure(self._rank, str(action), action.stage, action.microbatch, words)
-        self._cause = error
+    def _fail(self, action: str, error: Exception, stage: int = 0, microbatch: int = 0) -> None:
+        if isinstance(error, ContactLostError):
+            self._gone.add(error.peer)
+        if self._failure is None:  # what follows from a failure is none
+            self._failure = Failure(self._rank, action, stage, microbatch, f"{type(error).__name__}: {error}")
+            self._cause = error
 
     def _end_together(self) -> Steps:
         # Only after a failure is anything left to arrive.
@@ -333,7 +331,8 @@ class Executor:
             self._crossing[key] = () if tensors is None else metas_of(tensors)
             self._wires.control.send(peer, self._failure if tensors is None else self._crossing[key])
         elif tensors is not None and metas_of(tensors) != self._crossing[key]:
-            self._fail(Action(stage, Kind.SEND_F, microbatch), _changed_shapes(metas_of(tensors), self._crossing[key]))
+            error = _changed_shapes(metas_of(tensors), self._crossing[key])
+            self._fail(str(Action(stage, Kind.SEND_F, microbatch)), error, stage, microbatch)
             tensors = None
         self._send(peer, stage, tensors, self._crossing[key])
 

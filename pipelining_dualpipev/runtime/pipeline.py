@@ -27,6 +27,7 @@ from pipelining_dualpipev.runtime.gradients import Seed, one
 from pipelining_dualpipev.runtime.inputs import NamedInputs
 from pipelining_dualpipev.runtime.microbatches import Microbatches
 from pipelining_dualpipev.runtime.stage import StageRunner
+from pipelining_dualpipev.runtime.tied import TiedGradients
 from pipelining_dualpipev.runtime.transport import ContactLostError, Handle
 
 __all__ = ["Pipeline"]
@@ -43,6 +44,9 @@ class Pipeline:
         wires: to the other ranks.
         required_inputs: for each rank the keyword inputs that its stages read by name.
         replicas: of this rank's stages in other pipelines.
+
+    Attributes:
+        tied: this rank's parameters that other ranks hold too.
     """
 
     def __init__(
@@ -62,8 +66,10 @@ class Pipeline:
         self._runners, self._wires = runners, wires
         self._device = next(iter(runners.values())).device
         self._named_inputs = NamedInputs(required_inputs, source=placement.rank_of[0], device=self._device, wires=wires)
+        modules = [runner.module for runner in runners.values()]
+        self.tied = TiedGradients(modules, placement, wires.transport, wires.control)
         self._executors = {
-            trains: Executor(programs[rank], placement=placement, runners=runners, wires=wires)
+            trains: Executor(programs[rank], placement=placement, runners=runners, wires=wires, tied=self.tied)
             for trains, programs in ((True, training), (False, evaluation))
         }
         # By kind of step: what the last one that succeeded was like. As long as that stays, shapes stay.
