@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from pipelining_dualpipev._torch import has_gradient_hooks
 from pipelining_dualpipev.planning.placement import Placement
 from pipelining_dualpipev.runtime.control import Control
 from pipelining_dualpipev.runtime.data_parallel import stage_module
@@ -79,8 +80,19 @@ class TiedGradients:
         """Those that an earlier rank holds too."""
         return {p for ranks, parameters in self._sets if ranks[0] != self._rank for p in parameters.values()}
 
+    def cannot_wait(self) -> ValueError | None:
+        """Why a step cannot leave these gradients to be summed by a later one, if so."""
+        for ranks, parameters in self._sets:
+            for name, parameter in parameters.items():
+                if has_gradient_hooks(parameter):
+                    return ValueError(
+                        f"finalize_gradients=False: {name} has gradient hooks, which are to see the whole gradient of "
+                        f"this step, and ranks {', '.join(map(str, ranks))} hold it: leave finalize_gradients at True"
+                    )
+        return None
+
     def begin_step(self) -> None:
-        """To be called before the first backward of a step."""
+        """To be called before a training step, and before hooks are held back."""
         if self._are_summed:
             for parameter in self.counted_elsewhere():
                 parameter.grad = None
