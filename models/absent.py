@@ -68,7 +68,7 @@ class _Recording(threading.local):
     used: set[Root] | None = None  # in a unit: roots of whatever operations have taken
     demands: list[Demand] | None = None  # of glue
     events = 0  # how many units have been called so far
-    writes_in_place = False  # into something that a unit gave
+    writes_in_place = False  # into something that a unit gave, or an input
 
 
 recording = _Recording()
@@ -103,7 +103,7 @@ class _Memory:
     Attributes:
         roots: where the data comes from.
         known: whether the tensors that share this hold their data.
-        given: whether a unit gave it, so that writing into it would write into what a stage receives.
+        given: whether a unit gave it or it is an input, so that writing into it would write into what a stage is given.
     """
 
     __slots__ = ("given", "known", "roots")

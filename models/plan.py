@@ -264,7 +264,9 @@ class _Describer:
 
 def _valued(tree: Any, root: Root) -> Any:
     def valued(tensor: torch.Tensor) -> Absent:
-        return Absent(_on_meta(tensor), "cpu", frozenset({root}), tensor.detach().cpu())
+        absent = Absent(_on_meta(tensor), "cpu", frozenset({root}), tensor.detach().cpu())
+        absent.memory.given = True
+        return absent
 
     return pytree.tree_map_only(torch.Tensor, valued, tree)
 

@@ -10,6 +10,7 @@ from pipelining_dualpipev.errors import SplitError
 from pipelining_dualpipev.models import plan_split, verify
 from pipelining_dualpipev.models.absent import Absent, Root, pretending, without_known
 from pipelining_dualpipev.models.numbers import AbsentNumbers
+from pipelining_dualpipev.models.verify import Chain
 from tests.models.senses import batch_for, make
 
 
@@ -91,3 +92,70 @@ def test_rows_that_a_layer_sorts_by_expert_are_split_into_as_many_as_there_are()
     model = hf.JetMoeForCausalLM._from_config(config, experts_implementation="eager").double().train()
     report = verify(model, 2, batch_for("llama", 2))
     assert report.worst[1] < 1e-12, report
+
+
+def test_inputs_that_a_model_writes_into_are_the_stages_own():
+    """FSMT overwrites ignored labels, twice where two stages of a rank are given the same tensor."""
+    config = hf.FSMTConfig(
+        langs=["en", "de"],
+        src_vocab_size=37,
+        tgt_vocab_size=37,
+        d_model=16,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=24,
+        decoder_ffn_dim=24,
+        max_position_embeddings=32,
+        dropout=0.0,
+        attention_dropout=0.0,
+        activation_dropout=0.0,
+    )
+    torch.manual_seed(0)
+    model = hf.FSMTForConditionalGeneration._from_config(config).train()  # it cannot do double
+    batch = batch_for("llama", 2)
+    labels = batch["labels"].clone()
+    chain = Chain(model, 2, batch)
+    loss = chain.step(batch, 1)
+    assert torch.equal(batch["labels"], labels)
+    assert chain.plan.writes_in_place
+    assert abs(loss - model(**batch).loss) < 1e-6
+
+
+@pytest.mark.parametrize(("reduction", "over"), [("sum", "nothing"), ("mean", "rows")])
+def test_a_ctc_loss_of_microbatches_is_that_of_the_batch(reduction, over):
+    config = hf.Wav2Vec2Config(
+        vocab_size=20,
+        hidden_size=16,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        intermediate_size=24,
+        conv_dim=[8, 8],
+        conv_stride=[4, 4],
+        conv_kernel=[8, 4],
+        num_feat_extract_layers=2,
+        num_conv_pos_embeddings=8,
+        num_conv_pos_embedding_groups=2,
+        feat_extract_norm="layer",
+        apply_spec_augment=False,
+        layerdrop=0.0,
+        ctc_loss_reduction=reduction,
+        **dict.fromkeys(("hidden_dropout", "attention_dropout", "activation_dropout", "final_dropout"), 0.0),
+        feat_proj_dropout=0.0,
+    )
+    torch.manual_seed(0)
+    model = hf.Wav2Vec2ForCTC._from_config(config).double().train()
+    labels = torch.randint(1, 20, (6, 5))
+    labels[2:, 3:] = -100  # of different lengths
+    batch = {"input_values": torch.randn(6, 400, dtype=torch.float64), "labels": labels}
+    chain = Chain(model, 2, {name: value[:2] for name, value in batch.items()})
+    assert chain.plan.loss.over == over
+    loss = chain.step(batch, 3)
+    expected = model(**batch).loss
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    found = chain.gradients()
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-6, atol=1e-9)
