@@ -99,8 +99,8 @@ class LossWatch(TorchFunctionMode):
         """
         if len(self._calls) != 1:
             raise SplitError(
-                f"the model's loss takes {len(self._calls)} cross-entropies or CTC losses where one is understood: leave "
-                f"{LABELS!r} out of the example and give the schedule a loss_fn of your own"
+                f"the model's loss takes {len(self._calls)} cross-entropies or CTC losses where one is understood: "
+                f"leave {LABELS!r} out of the example and give the schedule a loss_fn of your own"
             )
         ((target, ignore_index, reduction, result),) = self._calls
         shift = self._shift_of(target, ignore_index)
