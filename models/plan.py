@@ -37,6 +37,7 @@ from pipelining_dualpipev.models.assign import Assignment, assign
 from pipelining_dualpipev.models.calls import Computed, Constant, Description, HandedThrough, Leaf, Snapshot
 from pipelining_dualpipev.models.deal import Balance
 from pipelining_dualpipev.models.loss import LABELS, NUM_ITEMS, LossPlan, LossWatch, marked_labels
+from pipelining_dualpipev.models.numbers import AbsentNumbers
 from pipelining_dualpipev.models.surgery import make_parameters_absent, names_of_parameters
 from pipelining_dualpipev.models.units import Units, find_units
 
@@ -174,7 +175,7 @@ def make_plan(
     model = copy.deepcopy(skeleton)
     names = names_of_parameters(model)
     sizes = {name: (tensor.size(), tensor.dtype) for name, tensor in model.named_parameters()}
-    units = find_units(model)
+    units = find_units(model, num_stages)
     dry_run = _DryRun(model, units, names, counts_flops=balance == "cost")
     make_parameters_absent(model, names, keep=(), device="cpu")
     inputs = {name: value for name, value in example.items() if tensors_in(value)}
@@ -228,12 +229,8 @@ class _DryRun:
         recording.dry_run, recording.writes_in_place = True, False
         recording.demands, recording.events = self.demands, 0
         try:
-            with torch.no_grad():
-                if watch is None:
-                    output = self._model(**absent, **constants)
-                else:
-                    with watch:
-                        output = self._model(**absent, **constants)
+            with torch.no_grad(), AbsentNumbers(), watch or nullcontext():
+                output = self._model(**absent, **constants)
         finally:
             recording.dry_run, recording.demands = False, None
         self.writes_in_place = recording.writes_in_place
@@ -295,7 +292,9 @@ class _Describer:
 
 def _valued(tree: Any, root: Root) -> Any:
     def valued(tensor: torch.Tensor) -> Absent:
-        return Absent(_on_meta(tensor), "cpu", frozenset({root}), tensor.detach().cpu())
+        absent = Absent(_on_meta(tensor), "cpu", frozenset({root}), tensor.detach().cpu())
+        absent.memory.given = True
+        return absent
 
     return pytree.tree_map_only(torch.Tensor, valued, tree)
 

@@ -176,7 +176,9 @@ class StageModule(nn.Module):
         arguments = dict(plan.constants)
         for name, example in plan.inputs.items():
             if name in plan.required_inputs[self._stage]:
-                arguments[name] = inputs[name]
+                # Another stage of this rank is given the same tensor.
+                own = pytree.tree_map_only(torch.Tensor, torch.clone, inputs[name]) if plan.writes_in_place else None
+                arguments[name] = inputs[name] if own is None else own
             else:
                 arguments[name] = self._absent_input(name, example)
         if self._takes_num_items:

@@ -39,8 +39,9 @@ class Verification:
     Attributes:
         loss: of the split model.
         expected_loss: of the other.
-        errors: for each parameter the largest difference of its gradients over the largest of the expected ones;
-            infinite where one of the models has no gradient, or one that is not finite.
+        errors: for each parameter the largest difference of its gradients over the largest of the expected ones (or
+            over what rounding leaves of the model's largest gradient, if that is more); infinite where one of the
+            models has no gradient, or one that is not finite.
         tolerance: up to which an error is rounding.
     """
 
@@ -118,7 +119,11 @@ def compare(
         expected_loss = output["loss"] if loss_fn is None else loss_fn(output, None)
         expected_loss.backward()
     expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    errors = {name: _error(found.get(name), expected.get(name)) for name in found.keys() | expected.keys()}
+    # Against the largest of all, a gradient below rounding is zero (of attention to one place, say), and what is left
+    # of it is noise.
+    sizes = [float(gradient.abs().max()) for gradient in expected.values() if gradient.numel()]
+    largest = max(filter(math.isfinite, sizes), default=0.0)
+    errors = {name: _error(found.get(name), expected.get(name), largest) for name in found.keys() | expected.keys()}
     model.zero_grad(set_to_none=True)
     types = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     # The same operations on the same rows: what may differ is how a mean is divided, and the order in which the
@@ -127,11 +132,14 @@ def compare(
     return Verification(loss.item(), expected_loss.item(), errors, tolerance=16 * rounding)
 
 
-def _error(found: torch.Tensor | None, expected: torch.Tensor | None) -> float:
+def _error(found: torch.Tensor | None, expected: torch.Tensor | None, largest: float) -> float:
     if found is None or expected is None:
         return math.inf
-    largest = expected.abs().max().clamp_min(torch.finfo(expected.dtype).tiny)
-    return _finite(((found - expected).abs().max() / largest).item())
+    if not expected.numel():
+        return 0.0
+    kind = torch.finfo(expected.dtype)
+    scale = expected.abs().max().clamp_min(max(kind.eps * largest, kind.tiny))
+    return _finite(((found - expected).abs().max() / scale).item())
 
 
 def _finite(error: float) -> float:
