@@ -69,7 +69,7 @@ class _Recording(threading.local):
     used: set[Root] | None = None  # in a unit: roots of whatever operations have taken
     demands: list[Demand] | None = None  # of glue
     events = 0  # how many units have been called so far
-    writes_in_place = False  # into something that a unit gave
+    writes_in_place = False  # into something that a unit gave, or an input
 
 
 recording = _Recording()
@@ -85,6 +85,16 @@ _SHAPE_ONLY = {
     aten.new_full.default,
     aten.new_empty.default,
 }
+# The shape of their result follows from values.
+_SHAPED_BY_VALUES = {
+    aten.nonzero.default,
+    aten.repeat_interleave.Tensor,
+    aten.masked_select.default,
+    aten.bincount.default,
+    aten._unique2.default,
+    aten.unique_dim.default,
+    aten.unique_consecutive.default,
+}
 _SMALL = 1 << 20  # elements; larger ones need no value in the dry run, where nobody looks at hidden states
 
 
@@ -94,7 +104,7 @@ class _Memory:
     Attributes:
         roots: where the data comes from.
         known: whether the tensors that share this hold their data.
-        given: whether a unit gave it, so that writing into it would write into what a stage receives.
+        given: whether a unit gave it or it is an input, so that writing into it would write into what a stage is given.
     """
 
     __slots__ = ("given", "known", "roots")
@@ -182,8 +192,8 @@ class Absent(WrapperTensor):
         roots = frozenset().union(*(x.roots for x in absent))
         if recording.used is not None:
             recording.used |= roots
-        if func is aten.nonzero.default:
-            return _nonzero(args[0], device, roots)
+        if func in _SHAPED_BY_VALUES:
+            return _shaped_by_values(func, args, kwargs, absent, device, roots)
         known = all(x.value is not None for x in absent)
         if writes_in_place(func):
             _note_write(args[0], roots, known)
@@ -296,6 +306,9 @@ def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:
     args, kwargs = _to_meta(args), _to_meta(kwargs)
     if "device" in kwargs:
         kwargs["device"] = torch.device("meta")
+    if func is aten.split_with_sizes.default and recording.pretends:
+        dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
+        args = (args[0], _fitting(args[1], args[0].shape[dim]), *args[2:])
     # Writing by index or mask has no meta kernel for every case, and changes no shape.
     if func is aten.index_put_.default:
         return args[0]
@@ -345,13 +358,31 @@ def _from_shape(func: Any, args: Any, kwargs: Any, device: Any) -> Absent:
     return Absent(meta, device, value=func(like, *args[1:], **{**kwargs, "device": where}))
 
 
-def _nonzero(tensor: Any, device: Any, roots: frozenset[Root]) -> Absent:
-    """Its result's shape follows from values; where they are pretended there is one hit."""
-    hits = _read(tensor, torch.empty(0))
-    if tensor.value is None:
-        return Absent(torch.empty((1, tensor.dim()), dtype=torch.long, device="meta"), device, roots)
-    found = torch.nonzero(hits)
-    return Absent(found.to("meta"), device, roots, found)
+def _shaped_by_values(func: Any, args: Any, kwargs: Any, absent: list[Absent], device: Any, roots: Any) -> Any:
+    """Run on values, which are read for it; on ones where they are pretended."""
+    for x in absent:
+        _read(x, x.meta)
+    known = all(x.value is not None for x in absent)
+    if func is aten.nonzero.default and not known:  # one hit does as well as a great many
+        found: Any = torch.zeros((1, args[0].dim()), dtype=torch.long)
+    else:
+
+        def data(x: Absent) -> torch.Tensor:
+            return torch.ones(x.shape, dtype=x.dtype) if x.value is None else x.value
+
+        found = func(*pytree.tree_map_only(Absent, data, args), **pytree.tree_map_only(Absent, data, kwargs))
+
+    def wrapped(result: torch.Tensor) -> Absent:
+        return Absent(result.to("meta"), device, roots, result if known else None)
+
+    return pytree.tree_map_only(torch.Tensor, wrapped, found)
+
+
+def _fitting(sizes: list[int], whole: int) -> list[int]:
+    """Sizes that add up to ``whole``, as those that were pretended in their place would have."""
+    ends = [min(sum(sizes[: number + 1]), whole) for number in range(len(sizes))]
+    ends[-1:] = [whole] if ends else []
+    return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
 
 
 def _without_masks(indices: Any) -> list[Any]:

@@ -11,7 +11,8 @@ anything is computed. Then there are two ways to get it, of which the plan has f
 *passes*      the model takes ``num_items_in_batch`` and divides its own sum by it: it is given ``count / n``. What else
               is in its loss (the load-balancing loss of a mixture of experts) stays as it is, and its mean over the
               microbatches is taken, as with gradient accumulation.
-*reweighs*    the model has a cross-entropy of its own: its mean is multiplied by ``n * count_i / count``.
+*reweighs*    the model has a cross-entropy of its own: its mean is multiplied by ``n * count_i / count``. A CTC loss is
+              a mean over rows, so rows are counted in place of labels; or a sum over them, and is multiplied by n.
 """
 
 from __future__ import annotations
@@ -42,15 +43,19 @@ class LossPlan:
         shift: how many labels at the start of each row do not count, 1 where the model predicts the next token.
         ignore_index: labels of this value do not count.
         passes_num_items: whether the model divides by ``num_items_in_batch``.
+        over: what the model's own loss is a mean of, ``"labels"`` or ``"rows"``; or ``"nothing"`` if it is a sum.
     """
 
     shift: int
     ignore_index: int
     passes_num_items: bool
+    over: str = "labels"
 
     def count(self, labels: torch.Tensor) -> torch.Tensor:
-        """How many of the labels count, without waiting for the device."""
-        return (labels[..., self.shift :] != self.ignore_index).sum()
+        """How many of the labels (or rows) count, without waiting for the device."""
+        if self.over == "labels":
+            return (labels[..., self.shift :] != self.ignore_index).sum()
+        return torch.full((), len(labels), device=labels.device)
 
 
 def marked_labels(labels: torch.Tensor) -> torch.Tensor:
@@ -59,19 +64,31 @@ def marked_labels(labels: torch.Tensor) -> torch.Tensor:
 
 
 class LossWatch(TorchFunctionMode):
-    """Watches, in the plan's dry run, what cross-entropy is computed of the labels."""
+    """Watches, in the plan's dry run, what cross-entropy or CTC loss is computed of the labels."""
 
     def __init__(self, labels: torch.Tensor) -> None:
         super().__init__()
         self._labels = labels
         self._calls: list[tuple[torch.Tensor, int, str, Any]] = []
+        self._over = "labels"
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is functional.ctc_loss:
+            return self._ctc_loss(*args, **kwargs)
         result = func(*args, **kwargs)
         if func is functional.cross_entropy:
             target = args[1] if len(args) > 1 else kwargs["target"]
             self._calls.append((target, kwargs.get("ignore_index", -100), kwargs.get("reduction", "mean"), result))
+        return result
+
+    def _ctc_loss(
+        self, log_probs: Any, targets: Any, *lengths: Any, reduction: str = "mean", **options: Any
+    ) -> torch.Tensor:
+        # It has no kernel for meta. What is made of all it takes stands for it.
+        result = torch.stack([operand.sum().to(log_probs.dtype) for operand in (log_probs, targets, *lengths)]).sum()
+        self._over = "rows" if reduction == "mean" else "nothing"
+        self._calls.append((targets, -100, "mean", result))
         return result
 
     def conclude(self, loss: Any) -> LossPlan:
@@ -82,8 +99,8 @@ class LossWatch(TorchFunctionMode):
         """
         if len(self._calls) != 1:
             raise SplitError(
-                f"the model's loss takes {len(self._calls)} cross-entropies where one is understood: leave {LABELS!r} "
-                "out of the example and give the schedule a loss_fn of your own"
+                f"the model's loss takes {len(self._calls)} cross-entropies or CTC losses where one is understood: "
+                f"leave {LABELS!r} out of the example and give the schedule a loss_fn of your own"
             )
         ((target, ignore_index, reduction, result),) = self._calls
         shift = self._shift_of(target, ignore_index)
@@ -97,7 +114,7 @@ class LossWatch(TorchFunctionMode):
                 f"the model adds to its mean cross-entropy, which cannot be taken apart: leave {LABELS!r} out of the "
                 "example and give the schedule a loss_fn of your own"
             )
-        return LossPlan(shift, ignore_index, passes_num_items=reduction == "sum")
+        return LossPlan(shift, ignore_index, passes_num_items=reduction == "sum", over=self._over)
 
     def _shift_of(self, target: torch.Tensor, ignore_index: int) -> int | None:
         values = target.value if isinstance(target, Absent) else target
@@ -146,6 +163,8 @@ class LossFunction:
             dist.all_reduce(count, group=self._dp_group)
             parts *= dist.get_world_size(self._dp_group)
         self._num_items = count.clamp(min=1).double() / parts
+        if self._plan.over == "nothing":
+            self._num_items = torch.ones_like(self._num_items) / parts
 
     def __call__(self, output: Any, target: torch.Tensor) -> torch.Tensor:
         """One microbatch's share of the batch's loss."""
@@ -153,5 +172,7 @@ class LossFunction:
         if self._plan.passes_num_items:
             return loss
         count = self._plan.count(target)
+        if self._plan.over == "nothing":
+            return loss / self.num_items.to(loss.dtype)
         # A mean over no labels is 0/0; its share is nothing.
         return torch.where(count > 0, loss * (count / self.num_items).to(loss.dtype), torch.zeros_like(loss))

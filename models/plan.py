@@ -37,6 +37,7 @@ from pipelining_dualpipev.models.assign import Assignment, assign
 from pipelining_dualpipev.models.calls import Computed, Constant, Description, HandedThrough, Leaf, Snapshot
 from pipelining_dualpipev.models.deal import Balance
 from pipelining_dualpipev.models.loss import LABELS, NUM_ITEMS, LossPlan, LossWatch, marked_labels
+from pipelining_dualpipev.models.numbers import AbsentNumbers
 from pipelining_dualpipev.models.surgery import make_parameters_absent, names_of_parameters
 from pipelining_dualpipev.models.units import Units, find_units
 
@@ -104,10 +105,23 @@ class SplitPlan:
 
     def local_parameters(self, stage: int) -> list[str]:
         """FQNs of the parameters that ``stage`` holds, in order; a tied one under each of its names there."""
-        return [name for name in self.names if self.assignment.parameter_stage[name] == stage]
+        return [name for name in self.names if stage in self.assignment.holders[name]]
 
-    def saves_buffer(self, name: str, stage: int) -> bool:
-        """Whether ``stage`` is the one that saves a buffer, which all have: where its unit runs, or the first."""
+    def tied_stages(self) -> dict[str, tuple[int, ...]]:
+        """By first name the stages that hold a parameter, for each that has several names or is held several times."""
+        stages: dict[str, list[int]] = {}
+        for name, first in self.names.items():
+            stages.setdefault(first, []).extend(self.assignment.holders[name])
+        return {first: tuple(sorted(set(held))) for first, held in stages.items() if len(held) > 1}
+
+    def saves(self, name: str, stage: int) -> bool:
+        """Whether ``stage`` is the one that saves a parameter (by its first name) or a buffer.
+
+        That is the first that holds the parameter. Buffers are on every stage; those of a unit are saved where it runs
+        first, others by the first stage.
+        """
+        if name in self.names:
+            return self.names[name] == name and stage == self.assignment.holders[name][0]
         unit = self.units.unit_of(name)
         return stage == next((event.stage for event in self.events if event.unit == unit), 0)
 
@@ -161,7 +175,7 @@ def make_plan(
     model = copy.deepcopy(skeleton)
     names = names_of_parameters(model)
     sizes = {name: (tensor.size(), tensor.dtype) for name, tensor in model.named_parameters()}
-    units = find_units(model)
+    units = find_units(model, num_stages)
     dry_run = _DryRun(model, units, names, counts_flops=balance == "cost")
     make_parameters_absent(model, names, keep=(), device="cpu")
     inputs = {name: value for name, value in example.items() if tensors_in(value)}
@@ -215,12 +229,8 @@ class _DryRun:
         recording.dry_run, recording.writes_in_place = True, False
         recording.demands, recording.events = self.demands, 0
         try:
-            with torch.no_grad():
-                if watch is None:
-                    output = self._model(**absent, **constants)
-                else:
-                    with watch:
-                        output = self._model(**absent, **constants)
+            with torch.no_grad(), AbsentNumbers(), watch or nullcontext():
+                output = self._model(**absent, **constants)
         finally:
             recording.dry_run, recording.demands = False, None
         self.writes_in_place = recording.writes_in_place
@@ -282,7 +292,9 @@ class _Describer:
 
 def _valued(tree: Any, root: Root) -> Any:
     def valued(tensor: torch.Tensor) -> Absent:
-        return Absent(_on_meta(tensor), "cpu", frozenset({root}), tensor.detach().cpu())
+        absent = Absent(_on_meta(tensor), "cpu", frozenset({root}), tensor.detach().cpu())
+        absent.memory.given = True
+        return absent
 
     return pytree.tree_map_only(torch.Tensor, valued, tree)
 

@@ -13,6 +13,18 @@
 
 A *stack* is a list of modules that hold parameters, the outermost such list on each path. Its members are the *layers*.
 Everything else that holds parameters and contains no stack is a *unit* too; what is above units is *glue*.
+
+Vision models often have a short outer list, of a few resolutions, and longer lists within its members. If there are
+fewer layers than stages, the lists within are the stacks instead, and the members of the outer one become glue::
+
+    SwinModel                          glue
+      encoder.layers                   2 of them cannot fill 4 stages
+        0                              glue
+          blocks                       a stack
+            0, 1, ...                  layers
+          downsample                   unit
+        1                              glue
+          ...
 """
 
 from __future__ import annotations
@@ -47,48 +59,58 @@ class Units:
         return fqn not in self.units and self.unit_of(fqn) is None
 
 
-def find_units(model: nn.Module) -> Units:
-    """The units of ``model``; a module with two names is one unit, under the first."""
-    stacks: dict[str, nn.ModuleList] = {}
+def find_units(model: nn.Module, num_layers: int = 1) -> Units:
+    """The units of ``model``; a module with two names is one unit, under the first.
 
-    def find_stacks(prefix: str, module: nn.Module) -> None:
-        for name, child in module.named_children():
-            fqn = f"{prefix}{name}"
-            if isinstance(child, nn.ModuleList) and _is_stack(child):
-                stacks[fqn] = child
-            else:
-                find_stacks(f"{fqn}.", child)
+    Args:
+        model: whose units to find.
+        num_layers: how many layers are wanted, at the cost of looking for them further down; there may be fewer.
+    """
+    layers = _layers_within(model, "", nn.ModuleList)
+    while len(set(layers.values())) < num_layers:
+        deeper = {
+            name: inner
+            for fqn, layer in layers.items()
+            for name, inner in (_layers_within(layer, f"{fqn}.", nn.ModuleList, nn.Sequential) or {fqn: layer}).items()
+        }
+        if len(set(deeper.values())) <= len(set(layers.values())):
+            break
+        layers = deeper
+    return _collect(model, layers)
 
-    find_stacks("", model)
+
+def _layers_within(module: nn.Module, prefix: str, *kinds: type[nn.Module]) -> dict[str, nn.Module]:
+    """The members of the outermost stacks below ``module``, which is ``prefix``, by name."""
+    layers: dict[str, nn.Module] = {}
+    for name, child in module.named_children():
+        fqn = f"{prefix}{name}"
+        if isinstance(child, kinds) and _is_stack(child):
+            layers |= {f"{fqn}.{index}": layer for index, layer in enumerate(child.children())}
+        else:
+            layers |= _layers_within(child, f"{fqn}.", *kinds)
+    return layers
+
+
+def _collect(model: nn.Module, layers: dict[str, nn.Module]) -> Units:
     units: dict[str, nn.Module] = {}
-    layers: set[str] = set()
+    above = {fqn[:end] for fqn in layers for end, character in enumerate(fqn) if character == "."}
     seen: set[nn.Module] = set()
 
     def collect(prefix: str, module: nn.Module) -> None:
         for name, child in module.named_children():
             fqn = f"{prefix}{name}"
-            if fqn in stacks:
-                for index, layer in enumerate(child.children()):
-                    layers.add(f"{fqn}.{index}")
-                    add(f"{fqn}.{index}", layer)
-            elif any(stack.startswith(f"{fqn}.") for stack in stacks) or isinstance(
-                child, nn.ModuleList | nn.ModuleDict
-            ):
+            if fqn not in layers and (fqn in above or isinstance(child, nn.ModuleList | nn.ModuleDict)):
                 collect(f"{fqn}.", child)
-            elif _has_parameters(child):
-                add(fqn, child)
-
-    def add(fqn: str, module: nn.Module) -> None:
-        if module not in seen:
-            seen.add(module)
-            units[fqn] = module
+            elif _has_parameters(child) and child not in seen:
+                seen.add(child)
+                units[fqn] = child
 
     collect("", model)
-    return Units(units, frozenset(layers & units.keys()))
+    return Units(units, frozenset(layers.keys() & units.keys()))
 
 
-def _is_stack(modules: nn.ModuleList) -> bool:
-    members = list(modules)
+def _is_stack(modules: nn.Module) -> bool:
+    members = list(modules.children())
     return (
         bool(members)
         and all(_has_parameters(member) for member in members)

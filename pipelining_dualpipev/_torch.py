@@ -38,6 +38,7 @@ __all__ = [
     "is_compiled",
     "is_profiling",
     "is_transforming",
+    "as_no_view",
     "is_view",
     "on_conversion",
     "pytree",
@@ -258,6 +259,11 @@ def storage_of(tensor: torch.Tensor) -> int:
 def is_view(tensor: torch.Tensor) -> bool:
     """Whether autograd knows the tensor as a view of another."""
     return tensor._is_view()
+
+
+def as_no_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or the same data that autograd does not know as a view: for one whose base nobody else has."""
+    return torch.ops.aten._unsafe_view(tensor, tensor.shape) if tensor._is_view() else tensor
 
 
 def writes_in_place(operation: Any) -> bool:

@@ -27,7 +27,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from pipelining_dualpipev._torch import grouped_mm, has_gradient_hooks, is_transforming, storage_of
+from pipelining_dualpipev._torch import as_no_view, grouped_mm, has_gradient_hooks, is_transforming, storage_of
 
 __all__ = ["Note", "Operand", "accumulate", "find_operand", "linear", "operation_of"]
 
@@ -268,8 +268,12 @@ class _Product(torch.autograd.Function):
         x, weight, bias = _cast(x), _cast(weight), None if bias is None else _cast(bias)
         ctx.save_for_backward(x, weight)
         if is_linear:
-            return functional.linear(x, weight, bias)
-        return torch.matmul(x, weight) if bias is None else torch.addmm(bias, x, weight)
+            product = functional.linear(x, weight, bias)
+        else:
+            product = torch.matmul(x, weight) if bias is None else torch.addmm(bias, x, weight)
+        # A product of more than two dimensions is a view of one with two, which may not be written into when it comes
+        # out of a function of one's own, as it may when it comes out of torch's.
+        return as_no_view(product)
 
     @staticmethod
     @once_differentiable

@@ -142,9 +142,7 @@ class AtOperations:
 
     def explain(self) -> str:
         """See `WeightGradients.explain`. Counted from what has run, not guessed from the modules."""
-        trained = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
-        known = self._deferred if self._sharded else self._deferred.intersection(trained)
-        of, deferred = (sum(p.numel() for p in some) for some in (trained, known))
+        deferred, of = self.counts()
         if not self._deferred:
             return "no weight gradient has been put off so far"
         words = (
@@ -152,9 +150,18 @@ class AtOperations:
         )
         if self._sharded:
             return f"{words}, but for those of the last microbatch, whose I reduces all, as the stage is sharded"
-        if placed := sum(p.numel() for p in trained if isinstance(p, DTensor)):
+        if placed := sum(p.numel() for p in self._trained() if isinstance(p, DTensor)):
             words += f"; {placed:,} are in DTensors, whose gradients may have to be communicated, which W never does"
         return words
+
+    def counts(self) -> tuple[int, int]:
+        """How many numbers the weight gradients have that were put off so far, and how many all of them have."""
+        trained = self._trained()
+        known = self._deferred if self._sharded else self._deferred.intersection(trained)
+        return sum(p.numel() for p in known), sum(p.numel() for p in trained)
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self._module.parameters() if parameter.requires_grad]
 
     # ---------------------------------------------------------------------------------------------------- the modules
 

@@ -9,6 +9,7 @@ import torch
 
 from pipelining_dualpipev.models import verify
 from pipelining_dualpipev.models.stage import StageModule
+from pipelining_dualpipev.models.verify import _error
 from tests.models.zoo import make_batch, make_model
 
 
@@ -56,6 +57,16 @@ def test_a_gradient_that_is_a_little_off_is_found_and_named(monkeypatch):
     name, error = report.worst
     assert name.startswith(("model.embed_tokens", "model.layers.0.", "model.layers.1."))
     assert error == pytest.approx(0.01, rel=0.1)
+
+
+def test_what_rounding_leaves_of_a_gradient_that_is_zero_is_not_compared():
+    """Attention to one place has none, and what is computed of it is noise that differs."""
+    noise = torch.full((3,), 1e-20, dtype=torch.float64)
+    assert _error(noise, -noise, largest=1.0) < 1e-3
+    assert _error(noise, -noise, largest=1e-18) == 2
+    empty = torch.empty(0)
+    assert _error(empty, empty, largest=1.0) == 0
+    assert _error(None, noise, largest=1.0) == math.inf
 
 
 def test_what_it_needs_is_told():

@@ -329,6 +329,26 @@ def test_the_module_is_as_it_was_and_looks_like_itself_meanwhile():
     assert [dict(vars(module)) for module in block.modules()] == before
 
 
+def test_a_model_may_write_into_what_a_linear_layer_gave():
+    """As RoCBert does with its embeddings: torch forbids it for views that a function of one's own has made."""
+
+    class Adding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4, dtype=torch.float64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.linear(x)
+            y += x
+            return (y**2).sum()
+
+    module, x = Adding(), torch.randn(2, 3, 4, dtype=torch.float64)
+    plain = copy.deepcopy(module)
+    plain(x).backward()
+    split_backward(AtOperations(module), lambda: module(x))()
+    assert_same_gradients(module, plain)
+
+
 def test_layers_that_are_exchanged_between_steps_are_found():
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
     deferred, x = AtOperations(module), torch.randn(5, 4, dtype=torch.float64)

@@ -1,0 +1,42 @@
+"""Tensors made of a list of numbers, in a dry run where the numbers are absent.
+
+``torch.tensor([a, b])`` reads its numbers where no tensor subclass is asked, and would find no data in an `Absent`. A
+mode sees the call before. It is needed in the dry run alone: a stage has the inputs that such numbers come from.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from pipelining_dualpipev._torch import pytree
+from pipelining_dualpipev.models.absent import Absent, recording
+
+__all__ = ["AbsentNumbers"]
+
+
+class AbsentNumbers(TorchFunctionMode):
+    """While it is entered, a tensor of absent numbers is absent, with their roots."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.tensor, torch.as_tensor) and args and isinstance(args[0], (list, tuple)):
+            numbers = [x for x in pytree.tree_leaves(args[0]) if isinstance(x, Absent)]
+            if numbers:
+                return _tensor_of(numbers, func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def _tensor_of(numbers: list[Absent], func: Any, args: Any, kwargs: dict[str, Any]) -> Absent:
+    def number(x: Absent) -> Any:
+        return torch.ones((), dtype=x.dtype).item() if x.value is None else x.value.item()
+
+    device = kwargs.pop("device", None) or numbers[0].device
+    made = func(pytree.tree_map_only(Absent, number, args[0]), *args[1:], **kwargs)
+    roots = frozenset().union(*(x.roots for x in numbers))
+    if recording.used is not None:
+        recording.used |= roots
+    known = all(x.value is not None for x in numbers)
+    return Absent(made.to("meta"), device, roots, made if known else None)
