@@ -18,61 +18,19 @@ not matter then, a value that is not there is *pretended*.
 
 from __future__ import annotations
 
-import threading
 from collections import UserDict
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from pipelining_dualpipev._torch import GROUPED_MM, WrapperTensor, pytree, storage_of, writes_in_place
 from pipelining_dualpipev.errors import SplitError
+from pipelining_dualpipev.models.roots import Demand, Root, recording, told
 
-__all__ = ["Absent", "Demand", "Root", "is_container", "pretending", "recording", "tensors_in", "told", "without_known"]
+__all__ = ["Absent", "is_container", "tensors_in", "without_known"]
 
 aten = torch.ops.aten
 
-
-class Root(NamedTuple):
-    """Where a value comes from: an ``"input"`` or a ``"parameter"`` by name, or an output of an ``"event"``.
-
-    An event is one call of a unit (`models.plan`); its outputs are numbered.
-    """
-
-    kind: str
-    name: str
-    event: int = -1
-    output: int = -1
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.name}" if self.kind != "event" else f"output {self.output} of {self.name}"
-
-
-class Demand(NamedTuple):
-    """Glue has looked at data, or written it where it cannot be followed: who comes this far must have it.
-
-    Attributes:
-        events: how many units had been called before.
-        roots: of the data.
-    """
-
-    events: int
-    roots: frozenset[Root]
-
-
-class _Recording(threading.local):
-    """What the dry run wants to know of the operations that run meanwhile."""
-
-    dry_run = False
-    pretends = False
-    used: set[Root] | None = None  # in a unit: roots of whatever operations have taken
-    demands: list[Demand] | None = None  # of glue
-    events = 0  # how many units have been called so far
-    writes_in_place = False  # into something that a unit gave, or an input
-
-
-recording = _Recording()
 
 # They take a tensor for its shape, type and device alone, so their result is as real as if it had been there.
 _SHAPE_ONLY = {
@@ -215,24 +173,6 @@ class Absent(WrapperTensor):
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """All tensors in a nest of containers."""
     return [x for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
-
-
-def told(roots: frozenset[Root] | set[Root]) -> str:
-    """A few roots in words."""
-    words = sorted(map(str, roots))
-    return ", ".join(words[:3]) + (f" and {len(words) - 3} more" if len(words) > 3 else "") if words else "nothing"
-
-
-@contextmanager
-def pretending() -> Iterator[set[Root]]:
-    """In the dry run, inside a unit: values may be pretended; yields what becomes the roots that the unit has used."""
-    before = recording.pretends, recording.used
-    used: set[Root] = set()
-    recording.pretends, recording.used = True, used
-    try:
-        yield used
-    finally:
-        recording.pretends, recording.used = before
 
 
 def is_container(value: Any) -> bool:

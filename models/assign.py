@@ -22,8 +22,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from pipelining_dualpipev.errors import SplitError
-from pipelining_dualpipev.models.absent import Demand, Root
 from pipelining_dualpipev.models.deal import Balance, Weights, deal_out
+from pipelining_dualpipev.models.roots import Demand, Root
 from pipelining_dualpipev.models.units import Units
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from pipelining_dualpipev._torch import pytree
-from pipelining_dualpipev.models.absent import Absent, recording
+from pipelining_dualpipev.models.absent import Absent
+from pipelining_dualpipev.models.roots import recording
 
 __all__ = ["AbsentNumbers"]
 

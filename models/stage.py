@@ -26,7 +26,7 @@ from torch import nn
 
 from pipelining_dualpipev._torch import is_view, on_conversion, pytree, replace_call
 from pipelining_dualpipev.errors import SplitError
-from pipelining_dualpipev.models.absent import Absent, Root, tensors_in, told, without_known
+from pipelining_dualpipev.models.absent import Absent, tensors_in, without_known
 from pipelining_dualpipev.models.calls import (
     PLAIN,
     Computed,
@@ -39,6 +39,7 @@ from pipelining_dualpipev.models.calls import (
 )
 from pipelining_dualpipev.models.loss import LABELS, NUM_ITEMS, LossFunction
 from pipelining_dualpipev.models.plan import Event, SplitPlan, accepts
+from pipelining_dualpipev.models.roots import Root, told
 from pipelining_dualpipev.models.shapes import Plans, decode, encode, signature_of
 from pipelining_dualpipev.models.surgery import (
     convert_absent,

@@ -11,7 +11,8 @@ from torch import nn
 
 from pipelining_dualpipev._torch import has_hooks
 from pipelining_dualpipev.errors import SplitError
-from pipelining_dualpipev.models.absent import Absent, Root
+from pipelining_dualpipev.models.absent import Absent
+from pipelining_dualpipev.models.roots import Root
 from pipelining_dualpipev.models.units import Units
 
 __all__ = [

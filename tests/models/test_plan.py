@@ -11,7 +11,8 @@ from torch import nn
 
 from pipelining_dualpipev import SplitError
 from pipelining_dualpipev.models import plan_split
-from pipelining_dualpipev.models.absent import Absent, Root
+from pipelining_dualpipev.models.absent import Absent
+from pipelining_dualpipev.models.roots import Root
 from pipelining_dualpipev.models.verify import Chain
 from tests.models.unsplit import unsplit_microbatches, unsplit_step
 from tests.models.zoo import CASTS_TO_FP32, CONFIGS, make_batch, make_model, microbatch

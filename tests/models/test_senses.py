@@ -8,8 +8,9 @@ import transformers as hf
 
 from pipelining_dualpipev.errors import SplitError
 from pipelining_dualpipev.models import plan_split, verify
-from pipelining_dualpipev.models.absent import Absent, Root, pretending, without_known
+from pipelining_dualpipev.models.absent import Absent, without_known
 from pipelining_dualpipev.models.numbers import AbsentNumbers
+from pipelining_dualpipev.models.roots import Root, pretending
 from pipelining_dualpipev.models.verify import Chain
 from tests.models.senses import batch_for, make
 

@@ -1,0 +1,73 @@
+"""Where the data of a tensor comes from, and what the dry run of a plan notes about it.
+
+A *root* is an input of the model, a parameter, or an output of one call of a unit. Every `models.absent.Absent` knows
+its own, so whatever a unit or the forward's own code takes tells what has to be brought there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+__all__ = ["Demand", "Root", "pretending", "recording", "told"]
+
+
+class Root(NamedTuple):
+    """Where a value comes from: an ``"input"`` or a ``"parameter"`` by name, or an output of an ``"event"``.
+
+    An event is one call of a unit (`models.plan`); its outputs are numbered.
+    """
+
+    kind: str
+    name: str
+    event: int = -1
+    output: int = -1
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}" if self.kind != "event" else f"output {self.output} of {self.name}"
+
+
+class Demand(NamedTuple):
+    """Glue has looked at data, or written it where it cannot be followed: who comes this far must have it.
+
+    Attributes:
+        events: how many units had been called before.
+        roots: of the data.
+    """
+
+    events: int
+    roots: frozenset[Root]
+
+
+class _Recording(threading.local):
+    """What the dry run wants to know of the operations that run meanwhile."""
+
+    dry_run = False
+    pretends = False
+    used: set[Root] | None = None  # in a unit: roots of whatever operations have taken
+    demands: list[Demand] | None = None  # of glue
+    events = 0  # how many units have been called so far
+    writes_in_place = False  # into something that a unit gave, or an input
+
+
+recording = _Recording()
+
+
+def told(roots: frozenset[Root] | set[Root]) -> str:
+    """A few roots in words."""
+    words = sorted(map(str, roots))
+    return ", ".join(words[:3]) + (f" and {len(words) - 3} more" if len(words) > 3 else "") if words else "nothing"
+
+
+@contextmanager
+def pretending() -> Iterator[set[Root]]:
+    """In the dry run, inside a unit: values may be pretended; yields what becomes the roots that the unit has used."""
+    before = recording.pretends, recording.used
+    used: set[Root] = set()
+    recording.pretends, recording.used = True, used
+    try:
+        yield used
+    finally:
+        recording.pretends, recording.used = before
