@@ -19,6 +19,7 @@ not matter then, a value that is not there is *pretended*.
 from __future__ import annotations
 
 import threading
+from collections import UserDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ import torch
 from pipelining_dualpipev._torch import GROUPED_MM, WrapperTensor, pytree, storage_of, writes_in_place
 from pipelining_dualpipev.errors import SplitError
 
-__all__ = ["Absent", "Demand", "Root", "pretending", "recording", "tensors_in", "told", "without_known"]
+__all__ = ["Absent", "Demand", "Root", "is_container", "pretending", "recording", "tensors_in", "told", "without_known"]
 
 aten = torch.ops.aten
 
@@ -134,7 +135,9 @@ class Absent(WrapperTensor):
     @classmethod
     def like(cls, tensor: torch.Tensor, device: torch.device | str, root: Root) -> Absent:
         """What stands for ``tensor`` where it is not."""
-        return cls(torch.empty_like(tensor, device="meta"), device, frozenset({root}))
+        # An alias of what is on meta is as good and much faster than another such tensor.
+        meta = tensor.detach() if tensor.is_meta else torch.empty_like(tensor, device="meta")
+        return cls(meta, device, frozenset({root}))
 
     @property
     def roots(self) -> frozenset[Root]:
@@ -222,9 +225,30 @@ def pretending() -> Iterator[set[Root]]:
         recording.pretends, recording.used = before
 
 
+def is_container(value: Any) -> bool:
+    """Whether it holds others, which a unit reads or writes there."""
+    return not isinstance(value, torch.Tensor) and isinstance(value, (dict, list, tuple, UserDict))
+
+
 def without_known(tree: Any) -> Any:
-    """Real tensors in place of Absents whose data is known: what a unit that is really called is given."""
-    return pytree.tree_map_only(Absent, lambda x: x if x.value is None else x.value, tree)
+    """Real tensors in place of Absents whose data is known: what a unit that is really called is given.
+
+    Dicts and lists stay the same objects, since a unit may write into them for others to read.
+    """
+    if isinstance(tree, Absent):
+        return tree if tree.value is None else tree.value
+    if not is_container(tree):
+        return tree
+    if not isinstance(tree, tuple):
+        for key, inner in list(enumerate(tree) if isinstance(tree, list) else tree.items()):
+            known = without_known(inner)
+            if known is not inner:
+                tree[key] = known
+    else:
+        known_too = [without_known(inner) for inner in tree]
+        if any(now is not before for now, before in zip(known_too, tree, strict=True)):
+            return type(tree)(*known_too) if hasattr(tree, "_fields") else tuple(known_too)
+    return tree
 
 
 def _read(tensor: Absent, pretended: torch.Tensor) -> torch.Tensor:

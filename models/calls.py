@@ -17,15 +17,15 @@ handed through, or a constant.
 from __future__ import annotations
 
 import sys
-from collections import UserDict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 from pipelining_dualpipev._torch import pytree
+from pipelining_dualpipev.models.absent import is_container
 
-__all__ = ["Change", "Computed", "Constant", "Description", "HandedThrough", "Snapshot"]
+__all__ = ["PLAIN", "Change", "Computed", "Constant", "Description", "HandedThrough", "Snapshot", "leaves_of"]
 
 
 class Computed(NamedTuple):
@@ -47,6 +47,11 @@ class Constant(NamedTuple):
 
     value: Any
 
+
+PLAIN = (bool, int, float, complex, str)
+"""What is told as it is, if a call gives it: the same whatever the data are, or the split is wrong."""
+
+_NOTHING = object()
 
 Leaf = Computed | HandedThrough | Constant
 Place = tuple[Any, ...]
@@ -74,6 +79,8 @@ class Description(NamedTuple):
 
     def build(self, resolve: Callable[[Leaf], Any]) -> Any:
         """The value again, from what stands for each leaf."""
+        if self.structure.is_leaf():
+            return resolve(self.leaves[0])
         return pytree.tree_unflatten(list(map(resolve, self.leaves)), self.structure)
 
 
@@ -95,7 +102,7 @@ class Snapshot:
         """What the call that returned ``output`` has given."""
         found = [Change(("output",), output)]
         for path, value in _entries(self._arguments):
-            if self._entries.get(path) is not value and _has_tensor(value):
+            if _is_written(self._entries.get(path, _NOTHING), value):
                 found.append(Change(("write", path), value))
         for key, before in self._collected.items():
             for index, value in enumerate(_collector()[key][before:]):
@@ -123,21 +130,21 @@ def _collector() -> dict[str, list[Any]]:
     return {key: values for key, values in (active or {}).items() if isinstance(values, list)}
 
 
-def _has_tensor(value: Any) -> bool:
-    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
+def leaves_of(value: Any) -> list[Any]:
+    """The leaves of a nest of containers; mostly it is one tensor, for which pytree takes its time."""
+    return [value] if isinstance(value, torch.Tensor) else pytree.tree_leaves(value)
+
+
+def _is_written(before: Any, now: Any) -> bool:
+    if isinstance(now, PLAIN):
+        return not isinstance(before, PLAIN) or before != now
+    return before is not now and any(isinstance(leaf, torch.Tensor) for leaf in leaves_of(now))
 
 
 def _entries(value: Any, path: tuple[Any, ...] = (), depth: int = 0) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Everything held by a dict or list within the arguments, by the way to it."""
-    if depth > 6:
-        return
-    if isinstance(value, (dict, UserDict)):
-        items: Any = list(value.items())
-    elif isinstance(value, (list, tuple)):
-        items = list(enumerate(value))
-    else:
-        return
-    for key, inner in items:
+    """Everything held by a dict or list within the arguments, which are containers themselves, by the way to it."""
+    for key, inner in list(enumerate(value) if isinstance(value, (list, tuple)) else value.items()):
         if depth >= 2 and not isinstance(value, tuple):
             yield (*path, key), inner
-        yield from _entries(inner, (*path, key), depth + 1)
+        if depth < 6 and is_container(inner):
+            yield from _entries(inner, (*path, key), depth + 1)

@@ -24,10 +24,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from pipelining_dualpipev._torch import GROUPED_MM, pytree, storage_of
+from pipelining_dualpipev._torch import GROUPED_MM, TorchDispatchMode, pytree, storage_of
 from pipelining_dualpipev.errors import SplitError
 from pipelining_dualpipev.models.plan import SplitPlan
 

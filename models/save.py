@@ -82,7 +82,7 @@ def save_pretrained(
 
         everything = everywhere(write, group, otherwise=_not_saved)
         everywhere(
-            lambda: _finish(aside, place, everything, skeleton, tokenizer) if rank == 0 else None,
+            lambda: _finish(aside, place, everything, skeleton, tokenizer, _dtype(model)) if rank == 0 else None,
             group,
             otherwise=_not_saved,
         )
@@ -103,12 +103,17 @@ def _own_state(model: SplitModel) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
 
 
+def _dtype(model: SplitModel) -> torch.dtype:
+    return next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+
+
 def _finish(
     aside: Path,
     place: Path,
     everything: Sequence[dict[str, tuple[str, int]]],
     skeleton: Any,
     tokenizer: Any,
+    dtype: torch.dtype,
 ) -> None:
     files = {name: file for written in everything for name, (file, _) in written.items()}
     size = sum(nbytes for written in everything for _, nbytes in written.values())
@@ -116,6 +121,7 @@ def _finish(
     (aside / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
     config = skeleton.config
     config.architectures = [type(skeleton).__name__]
+    config.dtype = dtype  # in which transformers opens it; the weights may have been converted since it was set
     config.save_pretrained(aside)
     if getattr(skeleton, "generation_config", None) is not None and skeleton.can_generate():
         skeleton.generation_config.save_pretrained(aside)

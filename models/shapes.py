@@ -15,6 +15,7 @@ then makes the same plan, since planning depends on nothing else, and keeps it.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -65,11 +66,15 @@ class Plans:
     Args:
         skeleton: the model without weights (`models.surgery.make_skeleton`); left as it is.
         plan: for the example's shapes.
+
+    Attributes:
+        first: that plan.
     """
 
     def __init__(self, skeleton: nn.Module, plan: SplitPlan) -> None:
-        self._skeleton, self._first = skeleton, plan
+        self._skeleton, self.first = skeleton, plan
         self._plans = {signature_of(plan, plan.inputs): plan}
+        self._converted: dict[tuple[tuple[torch.dtype, torch.dtype], ...], Plans] = {}
 
     def plan_for(self, signature: Signature) -> SplitPlan:
         """The plan for inputs of these shapes, made now if there is none yet.
@@ -81,14 +86,29 @@ class Plans:
             self._plans[signature] = self._make(signature)
         return self._plans[signature]
 
+    def types(self) -> set[torch.dtype]:
+        """Those of the model's parameters and buffers."""
+        return {tensor.dtype for tensor in (*self._skeleton.parameters(), *self._skeleton.buffers())}
+
+    def converted(self, types: Mapping[torch.dtype, torch.dtype]) -> Plans:
+        """The plans of the same split with all parameters and buffers of other types, the same object each time."""
+        key = tuple(sorted(types.items(), key=str))
+        if key not in self._converted:
+            skeleton = copy.deepcopy(self._skeleton)
+            for tensor in (*skeleton.parameters(), *skeleton.buffers()):
+                tensor.data = tensor.data.to(types.get(tensor.dtype, tensor.dtype))
+            plan = Plans(skeleton, self.first)._make(signature_of(self.first, self.first.inputs))
+            self._converted[key] = Plans(skeleton, plan)
+        return self._converted[key]
+
     def _make(self, signature: Signature) -> SplitPlan:
-        first = self._first
         shapes = _shapes(signature)
 
         # Values are the same on every rank, whatever the batch is, so that the plans are.
         def ones(example: torch.Tensor) -> torch.Tensor:
             return torch.ones(next(shapes), dtype=example.dtype)
 
+        first = self.first
         inputs = {name: pytree.tree_map_only(torch.Tensor, ones, value) for name, value in first.inputs.items()}
         with torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False):
             example = {**inputs, **first.constants}

@@ -24,7 +24,7 @@ from pipelining_dualpipev.models.plan import SplitPlan, make_plan
 from pipelining_dualpipev.models.shapes import Plans
 from pipelining_dualpipev.models.stack import Layers, StackPlan, build_stack, layers_of, plan_stack
 from pipelining_dualpipev.models.stage import StageModule
-from pipelining_dualpipev.models.surgery import initialize, make_skeleton, refuse_hooks_on_glue
+from pipelining_dualpipev.models.surgery import glue_of, initialize, make_skeleton, refuse_hooks_on_glue
 from pipelining_dualpipev.planning.placement import Placement
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def _plan(model: nn.Module, num_ranks: int, example: Example | None, balance: Ba
         )
     skeleton = make_skeleton(model)
     plan = plan_skeleton(skeleton, num_ranks, example, balance)
-    refuse_hooks_on_glue(model, plan.units)
+    refuse_hooks_on_glue(glue_of(model, plan.units))
     return plan, skeleton
 
 

@@ -25,14 +25,30 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipelining_dualpipev._torch import is_view, pytree, replace_call
+from pipelining_dualpipev._torch import is_view, on_conversion, pytree, replace_call
 from pipelining_dualpipev.errors import SplitError
 from pipelining_dualpipev.models.absent import Absent, Root, tensors_in, told, without_known
-from pipelining_dualpipev.models.calls import Computed, Description, HandedThrough, Leaf, Snapshot
+from pipelining_dualpipev.models.calls import (
+    PLAIN,
+    Computed,
+    Constant,
+    Description,
+    HandedThrough,
+    Leaf,
+    Snapshot,
+    leaves_of,
+)
 from pipelining_dualpipev.models.loss import LABELS, NUM_ITEMS, LossFunction
 from pipelining_dualpipev.models.plan import Event, SplitPlan, accepts
 from pipelining_dualpipev.models.shapes import Plans, decode, encode, signature_of
-from pipelining_dualpipev.models.surgery import make_parameters_absent, set_absent, set_parameter
+from pipelining_dualpipev.models.surgery import (
+    convert_absent,
+    glue_of,
+    make_parameters_absent,
+    refuse_hooks_on_glue,
+    set_absent,
+    set_parameter,
+)
 
 __all__ = ["StageModule"]
 
@@ -98,6 +114,8 @@ class StageModule(nn.Module):
             for name, buffer in list(module.named_buffers(recurse=False)):
                 setattr(module, name, buffer.to(self._device))
         self._takes_num_items = LABELS in plan.inputs and accepts(self.model, NUM_ITEMS)
+        self._glue = glue_of(self.model, plan.units)
+        on_conversion(self.model, self._follow)
         for fqn in plan.units.units:
             replace_call(self.model.get_submodule(fqn), partial(self._replace, fqn))
         self._borrowed = [
@@ -112,6 +130,15 @@ class StageModule(nn.Module):
         local = (name for name in self._plan.local_parameters(self._stage) if counts[names[name]] > 1)
         return {names[name]: self.model.get_parameter(name) for name in local}
 
+    def _follow(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """The stage's parameters have been converted: so is what it knows of those of other stages."""
+        known = self._plans.types()
+        types = {dtype: convert(torch.empty(0, dtype=dtype, device=self._device)).dtype for dtype in known}
+        if any(before != now for before, now in types.items()):
+            self._plans = self._plans.converted(types)
+            self._plan = self._plans.first
+            convert_absent(self.model, types)
+
     def forward(self, *received: torch.Tensor, **inputs: Any) -> Any:
         """Run the stage on one microbatch.
 
@@ -124,8 +151,10 @@ class StageModule(nn.Module):
             A tuple of what crosses the boundary after; on the last stage the model's own output.
 
         Raises:
-            SplitError: if inputs are not like the plan's, or a value that the stage lacks is needed.
+            SplitError: if inputs are not like the plan's, a value that the stage lacks is needed, or there is a hook
+                where it would run on some stages and not on others.
         """
+        refuse_hooks_on_glue(self._glue)
         self._check_inputs(inputs)
         if self._stage:
             signature, values = decode(received)
@@ -181,7 +210,11 @@ class StageModule(nn.Module):
         def absent(tensor: torch.Tensor) -> Absent:
             return Absent.like(tensor, self._device, Root("input", name))
 
-        return pytree.tree_map_only(torch.Tensor, absent, example)
+        return (
+            absent(example)
+            if isinstance(example, torch.Tensor)
+            else pytree.tree_map_only(torch.Tensor, absent, example)
+        )
 
     def _outgoing(self, root: Root, run: _Run) -> torch.Tensor:
         value = run.values.get(root)
@@ -231,8 +264,9 @@ class StageModule(nn.Module):
         if [change.place for change in changes] != [description.place for description in event.gives]:
             raise SplitError(f"{event.unit} gave other things than in the plan: {[change.place for change in changes]}")
         for change, description in zip(changes, event.gives, strict=True):
-            for leaf, spec in zip(pytree.tree_leaves(change.value), description.leaves, strict=True):
+            for leaf, spec in zip(leaves_of(change.value), description.leaves, strict=True):
                 if not isinstance(spec, Computed):
+                    _check_plain(event, spec, leaf)
                     continue
                 if isinstance(leaf, Absent):
                     raise SplitError(
@@ -260,6 +294,15 @@ class StageModule(nn.Module):
             assert before is not None
             before.apply(description.place, description.build(resolve))
         return event.gives[0].build(resolve)
+
+
+def _check_plain(event: Event, spec: Leaf, given: Any) -> None:
+    """Other stages go on with what the plan has: a number that follows from data would be another one."""
+    if isinstance(spec, Constant) and isinstance(given, PLAIN) and given != spec.value:
+        raise SplitError(
+            f"{event.unit} gave {given!r}, in the plan it was {spec.value!r}: what follows from data has to reach "
+            "other stages as a tensor, so let it give a tensor"
+        )
 
 
 def _hands_through(description: Description) -> bool:

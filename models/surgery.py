@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from pipelining_dualpipev.models.absent import Absent, Root
 from pipelining_dualpipev.models.units import Units
 
 __all__ = [
+    "convert_absent",
+    "glue_of",
     "initialize",
     "make_parameters_absent",
     "make_skeleton",
@@ -80,10 +82,24 @@ def make_parameters_absent(
             set_absent(model, name, absent[first])
     # Forwards ask for `next(self.parameters()).dtype`; a module that keeps none of its own has to answer too.
     for module in model.modules():
-        if next(nn.Module.parameters(module), None) is None:
-            found = [value for inner in module.modules() for value in vars(inner).values() if isinstance(value, Absent)]
-            if found:
-                vars(module)["parameters"] = lambda recurse=True, found=found: iter(found)
+        if next(nn.Module.parameters(module), None) is None and next(_absent_in(module), None) is not None:
+            vars(module)["parameters"] = lambda recurse=True, module=module: _absent_in(module)
+
+
+def _absent_in(module: nn.Module) -> Iterator[Absent]:
+    return (value for inner in module.modules() for value in vars(inner).values() if isinstance(value, Absent))
+
+
+def convert_absent(model: nn.Module, types: Mapping[torch.dtype, torch.dtype]) -> None:
+    """Let each `Absent` in the place of a parameter have the type that ``types`` gives for its own."""
+    converted: dict[Absent, Absent] = {}
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, Absent):
+                if value not in converted:
+                    meta = value.meta.to(types.get(value.dtype, value.dtype))
+                    converted[value] = Absent(meta, value.device, value.roots)
+                setattr(module, name, converted[value])
 
 
 def set_absent(model: nn.Module, name: str, value: torch.Tensor) -> None:
@@ -105,19 +121,28 @@ def _owner(model: nn.Module, name: str) -> tuple[Any, str]:
     return model.get_submodule(path), leaf
 
 
-def refuse_hooks_on_glue(model: nn.Module, units: Units) -> None:
+def glue_of(model: nn.Module, units: Units) -> dict[str, nn.Module]:
+    """The modules above the units, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if units.is_glue(name) and next(module.parameters(), None) is not None
+    }
+
+
+def refuse_hooks_on_glue(glue: Mapping[str, nn.Module]) -> None:
     """Raise if a hook is registered above the units, where a stage that stops early would never run it.
+
+    Args:
+        glue: see `glue_of`.
 
     Raises:
         SplitError: naming the module.
     """
-    for name, module in model.named_modules():
-        if units.is_glue(name) and _has_parameters_below(module) and has_hooks(module, but_of="transformers"):
+    for name, module in glue.items():
+        if has_hooks(module, but_of="transformers"):
             raise SplitError(
                 f"{name or 'the model itself'} ({type(module).__name__}) has a hook, but its forward runs on every "
-                "stage and ends early on most: register hooks on layers, or on the stages after the split"
+                "stage and ends early on most: register hooks, or what brings them like fully_shard, on layers, or on "
+                "the stages after the split"
             )
-
-
-def _has_parameters_below(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None

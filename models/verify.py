@@ -23,7 +23,7 @@ from pipelining_dualpipev.models.loss import LABELS, LossFunction
 from pipelining_dualpipev.models.plan import SplitPlan, make_plan
 from pipelining_dualpipev.models.split import build_stages
 from pipelining_dualpipev.models.stage import StageModule
-from pipelining_dualpipev.models.surgery import make_skeleton, refuse_hooks_on_glue
+from pipelining_dualpipev.models.surgery import glue_of, make_skeleton, refuse_hooks_on_glue
 from pipelining_dualpipev.planning.placement import Placement
 
 __all__ = ["Chain", "Verification", "verify"]
@@ -136,7 +136,7 @@ class Chain:
         skeleton = make_skeleton(model)
         placement = Placement.v(num_ranks)
         self.plan: SplitPlan = make_plan(skeleton, placement.num_stages, example)
-        refuse_hooks_on_glue(model, self.plan.units)
+        refuse_hooks_on_glue(glue_of(model, self.plan.units))
         self.loss_fn = LossFunction(self.plan.loss) if self.plan.loss else None
         self.stages: dict[int, StageModule] = {}
         device = next(model.parameters()).device

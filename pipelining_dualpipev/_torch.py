@@ -18,13 +18,16 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, _Action
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipelining_dualpipev.planning.actions import Action, Order
 from pipelining_dualpipev.planning.placement import Placement
 
 __all__ = [
     "GROUPED_MM",
+    "GradientHooks",
     "TORCH_SCHEDULES",
+    "TorchDispatchMode",
     "TorchSchedule",
     "WrapperTensor",
     "gloo_group_beside",
@@ -36,6 +39,7 @@ __all__ = [
     "is_profiling",
     "is_transforming",
     "is_view",
+    "on_conversion",
     "pytree",
     "replace_call",
     "run_backward",
@@ -280,6 +284,18 @@ def replace_call(module: torch.nn.Module, make: Callable[[Callable[..., Any]], C
     module._call_impl = make(module._call_impl)  # type: ignore[method-assign]
 
 
+def on_conversion(module: torch.nn.Module, then: Callable[[Callable[[torch.Tensor], torch.Tensor]], None]) -> None:
+    """Let ``to``, ``half`` and the like of the module or of one around it also call ``then`` with what they apply."""
+    apply = module._apply
+
+    def both(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> torch.nn.Module:
+        converted = apply(fn, recurse)
+        then(fn)
+        return converted
+
+    module._apply = both  # type: ignore[method-assign]
+
+
 grouped_mm: Callable[..., torch.Tensor] = torch._grouped_mm
 """The product of groups of rows with a matrix each; ``torch.nn.functional.grouped_mm`` comes down to it."""
 
@@ -287,6 +303,26 @@ grouped_mm: Callable[..., torch.Tensor] = torch._grouped_mm
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     """Whether somebody has registered a hook for the tensor's gradient, before or after it is accumulated."""
     return bool(tensor._backward_hooks) or bool(tensor._post_accumulate_grad_hooks)
+
+
+class GradientHooks:
+    """The gradient hooks of a leaf, taken off it until they are put back."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # Autograd holds these very dicts, and so does the handle by which a hook is removed: they are emptied, not
+        # exchanged.
+        own = (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)
+        self._hooks = [(hooks, dict(hooks)) for hooks in own if hooks]
+        for hooks, _ in self._hooks:
+            hooks.clear()
+
+    def put_back(self) -> None:
+        """Put them back; does nothing the second time."""
+        taken, self._hooks = self._hooks, []
+        for hooks, right in taken:
+            later = dict(hooks)
+            hooks.clear()
+            hooks.update(right | later)
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

@@ -8,6 +8,7 @@ so ``--help`` answers at once.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -166,6 +167,7 @@ def verify(
     batch_size: Annotated[int, typer.Option(help="Rows of the batch.")] = 2,
     seq_len: Annotated[int, typer.Option(help="Tokens in a row.")] = 32,
     seed: Annotated[int, typer.Option(help="Of the tokens, and of the weights where there are none.")] = _DEFAULT.seed,
+    as_json: Annotated[bool, typer.Option("--json", help="Say it as JSON.")] = False,
 ) -> None:
     """Split a model in this process and compare its loss and every gradient with those of the model itself.
 
@@ -176,7 +178,12 @@ def verify(
 
     with _plain_errors():
         report = verify_model(model, ranks, batch_size=batch_size, seq_len=seq_len, seed=seed)
-    print(report)
+    if as_json:
+        name, error = report.worst
+        told = {"matches": report.matches, "loss": report.loss, "expected_loss": report.expected_loss}
+        print(json.dumps({**told, "worst": name, "error": error, "tolerance": report.tolerance}))
+    else:
+        print(report)
     if not report.matches:
         raise typer.Exit(1)
 

@@ -10,7 +10,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -21,6 +21,7 @@ from pipelining_dualpipev.planning import (
     CostModel,
     Kind,
     Placement,
+    Timeline,
     check_order,
     check_programs,
     compare,
@@ -79,6 +80,7 @@ def show(
             show_default="text, to the terminal",
         ),
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Say it as JSON: every action with its times.")] = False,
 ) -> None:
     """Draw a step of DualPipeV, or of an order in a CSV file, against time.
 
@@ -94,6 +96,11 @@ def show(
         title = f"DualPipeV{', tuned' * tuned}, {ranks} ranks, {microbatches} microbatches"
     model.check_stages(placement.num_stages)
     timeline = simulate(actions, model, placement=placement)
+    if as_json:
+        if out is not None:
+            raise ValueError(f"--json prints, --out writes {out}: give one of them")
+        print(json.dumps(_as_json(timeline), indent=2))
+        return
     if out is None:
         print(f"{title}: {model}; takes {timeline.makespan:.5g}\n")
         print(to_text(timeline, columns=shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
@@ -113,6 +120,19 @@ def show(
     except OSError as error:
         raise ValueError(f"cannot write {out}: {error.strerror}") from None
     print(f"wrote {out}")
+
+
+def _as_json(timeline: Timeline) -> dict[str, Any]:
+    ranks = [
+        {
+            "rank": rank,
+            "bubble": timeline.bubble(rank),
+            "peak_in_flight": timeline.peak_in_flight(rank),
+            "actions": [{"action": str(span.action), "start": span.start, "end": span.end} for span in spans],
+        }
+        for rank, spans in timeline.spans.items()
+    ]
+    return {"costs": json.loads(timeline.costs.to_json()), "makespan": timeline.makespan, "ranks": ranks}
 
 
 def check(

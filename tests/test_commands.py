@@ -47,6 +47,20 @@ def test_show_writes_pictures_and_traces(tmp_path: Path):
     assert json.loads((tmp_path / "step.json").read_text())["traceEvents"]
 
 
+def test_show_says_the_step_as_json(tmp_path: Path):
+    told = json.loads(run("show", "--ranks", 2, "--microbatches", 4, "--costs", "1:1.2:0.8", "--json").output)
+    expected = simulate(dualpipev_order(2, 4), CostModel(1.0, 1.2, 0.8), placement=Placement.v(2))
+    assert told["makespan"] == expected.makespan
+    assert [rank["bubble"] for rank in told["ranks"]] == [expected.bubble(rank) for rank in range(2)]
+    assert [[a["action"] for a in rank["actions"]] for rank in told["ranks"]] == [
+        [str(action) for action in actions] for actions in dualpipev_order(2, 4).values()
+    ]
+    both = run("show", "--json", "--out", tmp_path / "step.svg")
+    assert both.exit_code == 2
+    assert "give one of them" in both.stderr
+    assert not (tmp_path / "step.svg").exists()
+
+
 def test_show_takes_costs_from_a_file(tmp_path: Path):
     COSTS.save(tmp_path / "costs.json")
     done = run("show", "--ranks", 2, "--microbatches", 4, "--costs", tmp_path / "costs.json", "--overlap", 0.9)

@@ -13,8 +13,9 @@ So what has to be even is the *rank's* load, over both of its stages:
 1. the least load L is found by bisection. Whether L suffices is decided from the outside in: rank 0 takes a few layers
    from the front and as many from the back as fit, rank 1 goes on from there. For each number taken from the front it
    is enough to know the most that can have been taken from the back.
-2. which of the partitions is best, the simulation says: from 1, from one whose two legs have the same share, and from
-   the even one, layers are moved along the pipeline, one at a time, as long as the step gets shorter.
+2. which of the partitions is best, the simulation says: from 1, from some whose two legs have a given share of each
+   rank's work, and from the even one, layers are moved along the pipeline, one at a time, as long as the step gets
+   shorter. Several shares, since what is best for the legs depends on where the large layers are.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from pipelining_dualpipev.planning.simulate import simulate
 __all__ = ["balance", "stage_costs"]
 
 _SIMULATIONS = 300  # the most that the search may take
-_BISECTIONS = 40
+_NEAR = 1e-4  # how near to the least load, as a share, the bisection comes; then layers are moved anyway
+_SHARES = (0.5, 0.3, 0.7)
 _CLOSE = 1e-9  # loads nearer to each other than this share are the same
 
 _Cuts = tuple[int, ...]  # 0, where each stage but the first begins, and the number of layers
@@ -89,8 +91,9 @@ def balance(
             "layers hold"
         )
     search = _Search(layers, embedding, head, costs or CostModel(), n_microbatches or num_stages, num_ranks)
-    starts = [evened, _by_share(work, num_ranks), tuple(stage * total // num_stages for stage in range(num_stages + 1))]
-    fits = [cuts for cuts in starts if memory.fits(cuts, num_ranks, limit)]
+    even = tuple(stage * total // num_stages for stage in range(num_stages + 1))
+    starts = dict.fromkeys([evened, even, *(_by_share(work, num_ranks, share) for share in _SHARES)])
+    fits = sorted((cuts for cuts in starts if memory.fits(cuts, num_ranks, limit)), key=search.makespan)
     best = min((search.improved(cuts, memory, limit) for cuts in fits), key=search.makespan)
     return [range(start, end) for start, end in pairwise(best)]
 
@@ -139,11 +142,9 @@ class _Load(NamedTuple):
 def _least(first: _Load, second: _Load, second_limit: float, num_ranks: int) -> _Cuts | None:
     """The partition whose largest rank is least by ``first``, with every rank within the limit by ``second``."""
     best = _within(first, first.total, second, second_limit, num_ranks)
-    low, high = 0.0, first.total
-    for _ in range(_BISECTIONS if best else 0):
+    low, high = first.total / num_ranks, first.total  # no largest rank is below the mean
+    while best and high - low > _NEAR * high:
         middle = (low + high) / 2
-        if high - low <= _CLOSE * high:
-            break
         if found := _within(first, middle, second, second_limit, num_ranks):
             best, high = found, max(first.of_rank(found, rank) for rank in range(num_ranks))
         else:
@@ -151,14 +152,14 @@ def _least(first: _Load, second: _Load, second_limit: float, num_ranks: int) -> 
     return best
 
 
-def _by_share(work: _Load, num_ranks: int) -> _Cuts:
-    """Each rank an equal share of the work and each of its stages half of that, to the nearest layer."""
-    inner = 2 * num_ranks - 2
+def _by_share(work: _Load, num_ranks: int, share: float) -> _Cuts:
+    """Each rank an equal part of the work, and its first stage ``share`` of that, to the nearest layer."""
     layers, total = len(work.sums) - 1, work.sums[-1]
-    at_the_ends = max(0.0, work.total / num_ranks - work.ends) / 2 if inner else total / 2
+    of_first = max(0.0, work.total / num_ranks - work.ends) if num_ranks > 1 else total
+    of_ranks = [of_first, *[(total - of_first) / max(1, num_ranks - 1)] * (num_ranks - 1)]
+    aims = [*(share * part for part in of_ranks), *((1 - share) * part for part in reversed(of_ranks))]
     cuts = [0]
-    for stage in range(1, 2 * num_ranks):
-        aim = at_the_ends + (stage - 1) * (total - 2 * at_the_ends) / inner if inner else at_the_ends
+    for stage, aim in enumerate(accumulate(aims[:-1]), 1):
         nearest = min(range(layers + 1), key=lambda cut: abs(work.sums[cut] - aim))
         cuts.append(min(max(nearest, cuts[-1] + 1), layers - (2 * num_ranks - stage)))
     return (*cuts, layers)
@@ -218,7 +219,7 @@ class _Search:
         return self.known[cuts]
 
     def improved(self, cuts: _Cuts, memory: _Load, limit: float) -> _Cuts:
-        allowed = len(self.known) + _SIMULATIONS // 3
+        allowed = min(_SIMULATIONS, len(self.known) + _SIMULATIONS // 3)
         least, moved = self.makespan(cuts), True
         while moved:
             moved = False

@@ -49,7 +49,7 @@ from pipelining_dualpipev.runtime.gradients import Seed
 from pipelining_dualpipev.runtime.loss import Loss
 from pipelining_dualpipev.runtime.microbatches import Microbatches
 from pipelining_dualpipev.runtime.observe import Observer, default_observer
-from pipelining_dualpipev.runtime.stage import StageRunner, TensorMeta, metas_of
+from pipelining_dualpipev.runtime.stage import StageRunner, TensorMeta, changed_metas, metas_of
 from pipelining_dualpipev.runtime.transport import ContactLostError, Handle, Transport
 
 __all__ = ["Executor", "StepResult", "Wires", "drive"]
@@ -154,6 +154,8 @@ class Executor:
         backwards = [s for s in singles if s.kind in (Kind.FULL_BACKWARD, Kind.BACKWARD_INPUT)]
         self._last_backward = {single.stage: single.microbatch for single in backwards}
         self._trains = bool(backwards)
+        if self._trains:
+            self._steps.append((lambda *_: self._when_complete(), backwards[-1]))
         # What crosses into a stage, as noted in the last step in which something changed.
         self._crossing: dict[_Key, tuple[TensorMeta, ...]] = {}
         self._clear()
@@ -179,6 +181,7 @@ class Executor:
         announce: bool,
         keep_outputs: bool,
         finalize: bool,
+        when_complete: Callable[[], None],
         lost: ContactLostError | None = None,
     ) -> Generator[Handle, None, StepResult]:
         """One step.
@@ -190,13 +193,14 @@ class Executor:
             announce: something may have changed, so shapes travel ahead of tensors; the same on every rank.
             keep_outputs: whether the result has the last stage's outputs (detached).
             finalize: whether each stage's last backward is to reduce its gradients, if the stage is sharded.
+            when_complete: called after the last action of a training step; what it raises is told as a backward's.
             lost: why the step has failed already, if so.
 
         Raises:
             PipelineError: on every rank, if an action of any rank raised; its exception is the cause where it did.
         """
         self._clear()
-        self._inputs, self._loss, self._seed = inputs, loss, seed
+        self._inputs, self._loss, self._seed, self._when_complete = inputs, loss, seed, when_complete
         self._observed = self.observer or default_observer()
         for runner in self._runners.values():
             runner.seed = seed
@@ -327,7 +331,7 @@ class Executor:
             self._crossing[key] = () if tensors is None else metas_of(tensors)
             self._wires.control.send(peer, self._failure if tensors is None else self._crossing[key])
         elif tensors is not None and metas_of(tensors) != self._crossing[key]:
-            self._fail(Action(stage, Kind.SEND_F, microbatch), _changed_shapes(metas_of(tensors), self._crossing[key]))
+            self._fail(Action(stage, Kind.SEND_F, microbatch), changed_metas(metas_of(tensors), self._crossing[key]))
             tensors = None
         with self._observed(Kind.SEND_F, stage, microbatch):
             self._send(peer, stage, tensors, self._crossing[key])
@@ -386,11 +390,3 @@ class Executor:
         # The wire writes into what shares the storage but is no part of autograd.
         handle = self._wires.transport.receive(peer, [buffer.detach() for buffer in buffers]) if buffers else None
         return _Arriving(handle, buffers)
-
-
-def _changed_shapes(now: Sequence[TensorMeta], before: Sequence[TensorMeta]) -> ValueError:
-    told, agreed = "; ".join(map(str, now)), "; ".join(map(str, before))
-    return ValueError(
-        f"the stage gave ({told}), where it gave ({agreed}) before with inputs of the same shapes: what a stage gives "
-        "may depend on its inputs' shapes, not on their values"
-    )

@@ -4,7 +4,7 @@
 
     agree       all ranks have come, for the same kind of step, and none has an error to tell
     deliver     keyword inputs go to the stages that read them by name
-    execute     the program of this kind of step; at its end the ranks compare notes
+    execute     the program of this kind of step, then hooks on gradients; at its end the ranks compare notes
     average     gradients over the replicas of a stage in other pipelines, where there are any
 
 All of it is one generator a step, over whatever wires it is given: a schedule drives it over torch.distributed, a test
@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 
 import torch
+from torch import nn
 
 from pipelining_dualpipev.errors import RankLostError
 from pipelining_dualpipev.planning.actions import Order
@@ -24,6 +25,7 @@ from pipelining_dualpipev.runtime.control import agree
 from pipelining_dualpipev.runtime.data_parallel import Replicas
 from pipelining_dualpipev.runtime.executor import Executor, StepResult, Wires
 from pipelining_dualpipev.runtime.gradients import Seed, one
+from pipelining_dualpipev.runtime.hooks import HeldHooks
 from pipelining_dualpipev.runtime.inputs import NamedInputs
 from pipelining_dualpipev.runtime.loss import Loss
 from pipelining_dualpipev.runtime.microbatches import Microbatches
@@ -141,11 +143,26 @@ class Pipeline:
             inputs = yield from self._named_inputs.deliver(inputs, announce=announce)
         except ContactLostError as error:  # the others may not know yet, and are not to wait for this rank
             lost = error
-        result = yield from self._executors[trains].run(
-            inputs, loss, seed, announce=announce, keep_outputs=keep_outputs, finalize=finalize, lost=lost
-        )
+        hooks = HeldHooks(self._parameters() if trains else ())
+        try:
+            result = yield from self._executors[trains].run(
+                inputs,
+                loss,
+                seed,
+                announce=announce,
+                keep_outputs=keep_outputs,
+                finalize=finalize,
+                when_complete=hooks.call,
+                lost=lost,
+            )
+        finally:
+            hooks.release()
         self._last[trains] = signature
         return result
+
+    def _parameters(self) -> dict[nn.Parameter, None]:
+        """This rank's, each once."""
+        return dict.fromkeys(p for runner in self._runners.values() for p in runner.module.parameters())
 
     def _state(self) -> tuple[object, ...]:
         """What beside the inputs may change the shapes, types or gradients that cross between stages."""
@@ -154,5 +171,5 @@ class Pipeline:
         return (
             torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
             *(module.training for module in modules),
-            *(parameter.requires_grad for module in modules for parameter in module.parameters()),
+            *((parameter.requires_grad, parameter.dtype) for module in modules for parameter in module.parameters()),
         )

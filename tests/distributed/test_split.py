@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,27 @@ def train_as_adamw_does_unsplit() -> None:
         torch.testing.assert_close(parameter, expected[parameter_name], rtol=0, atol=1e-6)
 
 
+def optimize_every_parameter() -> tuple[list[str], list[str], int]:
+    parts, _ = make_split("llama tied")
+    named = [parameter_name for parameter_name, _ in parts.named_parameters()]
+    objects = list(parts.parameters())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer = torch.optim.AdamW(parts.parameters())
+    assert len({id(parameter) for parameter in objects}) == len(objects) == len(optimizer.param_groups[0]["params"])
+    return named, [str(warning.message) for warning in caught], len(objects)
+
+
+def test_a_tied_parameter_is_given_once_and_adamw_does_not_warn(ranks):
+    """torch warns of a parameter that comes twice, and would then give it two updates a step."""
+    told = ranks(2).run(optimize_every_parameter)
+    assert [caught for _, caught, _ in told] == [[], []]
+    names = [parameter_name for named, _, _ in told for parameter_name in named]
+    assert sorted(names) == sorted(parameter_name for parameter_name, _ in make_model("llama tied").named_parameters())
+    assert "model.embed_tokens.weight" in told[0][0]
+    assert "lm_head.weight" not in names
+
+
 def test_three_adamw_steps_with_clipping_give_the_weights_of_the_unsplit_model(ranks):
     ranks(2).run(train_as_adamw_does_unsplit)
 
@@ -253,8 +275,15 @@ class Tokenizer:
         (Path(directory) / "tokenizer.json").write_text("{}")
 
 
-def save(name: str, directory: str, max_shard_size: int | str = "5GB") -> None:
-    parts, _ = make_split(name, dtype=torch.float32)
+def save(
+    name: str, directory: str, max_shard_size: int | str = "5GB", dtype: torch.dtype | None = torch.float32
+) -> None:
+    parts, schedule = make_split(name, dtype=dtype or torch.float64)
+    if dtype is None:
+        step(schedule, **make_batch(2 * N))
+        for stage in parts.stages:
+            stage.submod.bfloat16()
+        step(schedule, **make_batch(2 * N))
     parts.save_pretrained(directory, tokenizer=Tokenizer(), max_shard_size=max_shard_size)
 
 
@@ -273,6 +302,16 @@ def test_a_saved_model_opens_in_plain_transformers_bit_for_bit(ranks, name, tmp_
     assert {"config.json", "model.safetensors.index.json", "tokenizer.json"} <= set(files)
     assert sum(file.endswith(".safetensors") for file in files) > 2
     assert os.listdir(tmp_path) == ["out"], "nothing is left beside it"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, None], ids=["float64", "converted between two steps"])
+def test_a_saved_model_opens_in_the_type_that_it_was_saved_in(ranks, dtype, tmp_path):
+    ranks(2).run(save, "llama tied", str(tmp_path), dtype=dtype)
+    opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    expected = make_model("llama tied").to(dtype or torch.bfloat16)
+    for (name, a), b in zip(opened.named_parameters(), expected.parameters(), strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b), name
 
 
 def test_saving_over_a_checkpoint_replaces_it_whole(ranks, tmp_path):

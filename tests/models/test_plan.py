@@ -172,6 +172,64 @@ class Outer(nn.Module):
         return (self.layers[3](x),)
 
 
+class Remembers(nn.Module):
+    """A layer that writes what it computes into a dict and a list of its caller's, and uses what others wrote."""
+
+    def __init__(self, index: int, reads_data: bool) -> None:
+        super().__init__()
+        self.inner, self.index, self.reads_data = nn.Linear(3, 3), index, reads_data
+
+    def forward(self, x: torch.Tensor, notes: dict, mask: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x).tanh() + notes["known"]["ones"] * mask
+        for earlier in (notes.get(self.index - 1), notes.get(self.index - 3), *notes["all"]):
+            if earlier is not None:
+                x = x + earlier
+        notes[self.index] = 2 * x
+        notes["all"].append(x * notes["calls"])
+        notes["calls"] += 1 if not self.reads_data else int(x.abs().sum() > -1) + int(x.sum() > 1e6)
+        return x
+
+
+class Sharing(nn.Module):
+    """A model whose layers share a dict, in which glue has put what it knows on every stage."""
+
+    def __init__(self, reads_data: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Remembers(index, reads_data and index == 5) for index in range(8)])
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        notes = {"calls": 1, "all": [], "known": {"ones": torch.ones_like(x)}}
+        for layer in self.layers:
+            x = layer(x, notes, mask)
+        return (x,)
+
+
+def test_what_a_layer_writes_into_a_dict_reaches_later_layers_of_its_stage_and_of_others():
+    """A stage passed its layers a copy of a dict in which it had put real tensors for known ones: a write was lost."""
+    model, x, mask = Sharing().double(), torch.randn(2, 3).double(), torch.rand(2, 3).double()
+    chain = Chain(model, 2, example={"x": x, "mask": mask})
+    output, received, sent = chain.forward({"x": x, "mask": mask})
+    expected = model(x, mask)[0]
+    torch.testing.assert_close(output[0], expected)
+    expected.sum().backward()
+    output[0].sum().backward()
+    for stage in (2, 1, 0):
+        torch.autograd.backward(
+            [out for out, into in zip(sent[stage], received[stage + 1], strict=True) if into.grad is not None],
+            [into.grad for into in received[stage + 1] if into.grad is not None],
+        )
+    for name, gradient in chain.gradients().items():
+        torch.testing.assert_close(gradient, model.get_parameter(name).grad)
+
+
+def test_a_number_that_follows_from_data_is_refused_where_it_is_not_as_planned():
+    """The dry run has no data and takes the number for another one, which other stages would go on with."""
+    inputs = {"x": torch.randn(2, 3), "mask": torch.rand(2, 3)}
+    chain = Chain(Sharing(reads_data=True), 2, example=inputs)
+    with pytest.raises(SplitError, match=r"layers\.5 gave 7, in the plan it was 8: .* let it give a tensor"):
+        chain.forward(inputs)
+
+
 def test_a_forward_that_looks_at_what_another_stage_has_is_refused():
     with pytest.raises(SplitError, match=r"asks for the value of a tensor that another stage has .*model|layers.2"):
         plan_split(Outer("looks"), 2, example={"x": torch.ones(2, 3)})

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import combinations, pairwise
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelining_dualpipev.planning import CostModel, Placement, balance, dualpipev_order, simulate, stage_costs
@@ -41,12 +42,7 @@ def test_never_worse_than_evenly(num_ranks, data):
     assert makespan(layers, cut, n, embedding, head) <= even * (1 + 1e-9)
 
 
-@given(st.integers(2, 3), st.data())
-@settings(max_examples=25, deadline=None)
-def test_within_two_per_cent_of_the_best_of_all_partitions(num_ranks, data):
-    sizes = st.sampled_from([0.5, 1.0, 1.5, 3.0])
-    layers = data.draw(st.lists(sizes, min_size=2 * num_ranks, max_size=10 if num_ranks == 2 else 9))
-    embedding, head = data.draw(st.tuples(st.sampled_from([0.0, 0.5, 2.0]), st.sampled_from([0.0, 1.0, 4.0])))
+def assert_near_the_best(layers: list[float], num_ranks: int, embedding: float, head: float) -> None:
     n, total = 2 * num_ranks, len(layers)
     partitions = [
         [range(start, end) for start, end in pairwise((0, *inner, total))]
@@ -57,18 +53,34 @@ def test_within_two_per_cent_of_the_best_of_all_partitions(num_ranks, data):
     assert ours <= 1.02 * best
 
 
-@given(st.integers(1, 16), st.integers(1, 80))
-@example(16, 80)
-@example(16, 32)
-@settings(max_examples=8, deadline=None)
-@pytest.mark.slow
-def test_every_layer_is_placed_once_and_in_order(num_ranks, total):
-    if total < 2 * num_ranks:
-        with pytest.raises(ValueError, match=f"{total} layers cannot fill {2 * num_ranks} stages"):
-            balance([1.0] * total, num_ranks)
-        return
-    cut = balance([1.0] * total, num_ranks, embedding=0.5, head=3.0, n_microbatches=4)
-    assert_each_once_and_in_order(cut, total, num_ranks)
+def test_legs_of_unequal_length_are_found_where_they_are_best():
+    # Begun from legs of the same length, the search ended at 111.5; with 4 and 2 layers on rank 0 it is 108.2.
+    assert_near_the_best([1.5, 1.5, 1.5, 1.5, 1.0, 1.5, 1.5, 3.0, 0.5, 1.5], 2, 0.0, 1.0)
+
+
+@given(st.integers(2, 3), st.data())
+@settings(max_examples=25, deadline=None)
+def test_within_two_per_cent_of_the_best_of_all_partitions(num_ranks, data):
+    sizes = st.sampled_from([0.5, 1.0, 1.5, 3.0])
+    layers = data.draw(st.lists(sizes, min_size=2 * num_ranks, max_size=10 if num_ranks == 2 else 9))
+    embedding, head = data.draw(st.tuples(st.sampled_from([0.0, 0.5, 2.0]), st.sampled_from([0.0, 1.0, 4.0])))
+    assert_near_the_best(layers, num_ranks, embedding, head)
+
+
+@pytest.mark.parametrize("num_ranks", [*range(1, 7), *(pytest.param(p, marks=pytest.mark.slow) for p in range(7, 17))])
+def test_every_layer_is_placed_once_and_in_order_and_never_worse_than_evenly(num_ranks, monkeypatch):
+    # From wherever the search begins it may only get better, so a short one shows as much as a long one.
+    monkeypatch.setattr(sys.modules[balance.__module__], "_SIMULATIONS", 3)
+    for total in range(1, 81):
+        if total < 2 * num_ranks:
+            with pytest.raises(ValueError, match=f"{total} layers cannot fill {2 * num_ranks} stages"):
+                balance([1.0] * total, num_ranks)
+            continue
+        layers = [1.0 + 0.5 * (layer % 3) for layer in range(total)]
+        cut = balance(layers, num_ranks, embedding=0.5, head=3.0, costs=COSTS, n_microbatches=2)
+        assert_each_once_and_in_order(cut, total, num_ranks)
+        even = makespan(layers, evenly(total, 2 * num_ranks), 2, embedding=0.5, head=3.0)
+        assert makespan(layers, cut, 2, embedding=0.5, head=3.0) <= even * (1 + 1e-9)
 
 
 def test_a_heavy_head_leaves_fewer_layers_to_rank_0():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -146,3 +147,8 @@ def test_verify_of_a_split_that_is_wrong_has_another_exit_code(monkeypatch: pyte
     assert result.exit_code == 1
     assert "NOT the model" in result.stdout
     assert "worst of 2 gradients b, off by 5.0e-01" in result.stdout
+    result = CliRunner().invoke(cli.app, ["verify", "--json"])
+    assert result.exit_code == 1
+    told = json.loads(result.stdout)
+    assert not told["matches"]
+    assert (told["worst"], told["error"]) == ("b", 0.5)
