@@ -60,6 +60,7 @@ def test_what_does_not_fit_ends_with_1_and_says_what_would():
     assert "Neither checkpointing, nor 64 shards" in hopeless.output
 
 
+@pytest.mark.slow
 def test_more_ranks_and_checkpointing_come_together_only_if_neither_will_do_alone():
     start = estimate(small_config(), job(n_microbatches=8, seq_len=256))
     both = estimate(small_config(), job(n_microbatches=8, seq_len=256, num_ranks=4, checkpointing=True))

@@ -95,10 +95,11 @@ def tune(
         best, variant = reference, "the reference"
         least = simulate(reference, costs, placement=placement).makespan
     favourite: tuple[float, _Unpaired] = math.inf, _ALL
+    tasks = _Tasks(costs)
     tries: list[tuple[_Unpaired, float]] = [(unpaired, 0.0) for unpaired in _variants(num_ranks)]
     while tries and least > bound:
         unpaired, patience = tries.pop(0)
-        floating = _Floating(unpaired.of(reference), placement, costs, budgets, patience, stop_at=favourite[0])
+        floating = _Floating(unpaired.of(reference), placement, tasks, budgets, patience, stop_at=favourite[0])
         if (floated := floating.run()) is not None:
             favourite = floating.makespan, unpaired
             if favourite[0] < least * (1 - _CLOSE):
@@ -176,18 +177,45 @@ def _peak(actions: list[Action], sizes: list[float]) -> float:
 
 
 class _Task(NamedTuple):
-    """A forward, a backward that is split, or a pair of them with a backward that is not."""
+    """A forward, a backward that is split, or a pair of them with a backward that is not.
+
+    ``to_do`` is its duration with that of the weight gradient that it puts off.
+    """
 
     action: Action
     forward: Action | None
     backward: Action | None
     duration: float
+    to_do: float
+
+
+class _Tasks:
+    """The tasks of the reference's actions; made once for all variants, which have these very actions in them."""
+
+    def __init__(self, costs: CostModel) -> None:
+        self.costs = costs
+        self._known: dict[int, _Task] = {}
+
+    def of(self, action: Action) -> _Task:
+        task = self._known.get(id(action))  # the reference keeps its actions alive; to hash them takes longer
+        if task is None:
+            task = self._known[id(action)] = self._make(action)
+        return task
+
+    def _make(self, action: Action) -> _Task:
+        to_do = self.costs.duration(action)
+        if action.kind is Kind.FULL_BACKWARD:
+            action = Action(action.stage, Kind.BACKWARD_INPUT, action.microbatch)
+        singles = action.singles
+        forward = singles[0] if singles[0].kind is Kind.FORWARD else None
+        backward = singles[-1] if singles[-1].kind is not Kind.FORWARD else None
+        return _Task(action, forward, backward, self.costs.duration(action), to_do)
 
 
 class _Rank:
     """One rank while the step is played: what it still has to do, and what it has done."""
 
-    def __init__(self, actions: list[Action], costs: CostModel, budgets: list[_Budget]) -> None:
+    def __init__(self, actions: list[Action], tasks: _Tasks, budgets: list[_Budget]) -> None:
         self.todo: deque[_Task] = deque()
         self.put_off: deque[Action] = deque()
         self.done: list[Action] = []
@@ -196,15 +224,12 @@ class _Rank:
         self.budgets = budgets
         self.held = [0.0] * len(budgets)
         for action in actions:
-            self.left += costs.duration(action)
             if action.kind is Kind.BACKWARD_WEIGHT:
+                self.left += tasks.costs.duration(action)
                 continue
-            if action.kind is Kind.FULL_BACKWARD:
-                action = Action(action.stage, Kind.BACKWARD_INPUT, action.microbatch)
-            singles = action.singles
-            forward = singles[0] if singles[0].kind is Kind.FORWARD else None
-            backward = singles[-1] if singles[-1].kind is not Kind.FORWARD else None
-            self.todo.append(_Task(action, forward, backward, costs.duration(action)))
+            task = tasks.of(action)
+            self.left += task.to_do
+            self.todo.append(task)
 
     def has_room_for(self, task: _Task) -> bool:
         if task.forward is None:
@@ -230,14 +255,15 @@ class _Floating:
         self,
         order: Order,
         placement: Placement,
-        costs: CostModel,
+        tasks: _Tasks,
         budgets: list[_Budget],
         patience: float,
         *,
         stop_at: float,
     ) -> None:
         budgets = [budget for budget in budgets if budget.limit < math.inf]
-        self.ranks = [_Rank(order[rank], costs, budgets) for rank in range(placement.num_ranks)]
+        costs = tasks.costs
+        self.ranks = [_Rank(order[rank], tasks, budgets) for rank in range(placement.num_ranks)]
         self.rank_of, self.last, self.overlap = placement.rank_of, placement.num_stages - 1, costs.overlap
         self.stop_at, self.stopped = stop_at, False
         stages = range(placement.num_stages)
