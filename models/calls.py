@@ -16,12 +16,12 @@ handed through, or a constant.
 
 from __future__ import annotations
 
+import sys
 from collections import UserDict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from transformers.utils import output_capturing
 
 from pipelining_dualpipev._torch import pytree
 
@@ -118,7 +118,8 @@ class Snapshot:
 
 def _collector() -> dict[str, list[Any]]:
     """The lists to which transformers' hooks add outputs during a forward; none outside of one."""
-    active = output_capturing._active_collector.get()
+    capturing = sys.modules.get("transformers.utils.output_capturing")  # a model of transformers has loaded it
+    active = capturing._active_collector.get() if capturing is not None else None
     return {key: values for key, values in (active or {}).items() if isinstance(values, list)}
 
 

@@ -45,8 +45,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from pipelining_dualpipev.errors import CheckpointError
 from pipelining_dualpipev.models.agree import everywhere
-from pipelining_dualpipev.models.save import own_tensors
-from pipelining_dualpipev.models.split import SplitModel
+from pipelining_dualpipev.models.parts import SplitModel
 from pipelining_dualpipev.models.surgery import names_of_parameters
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
@@ -157,9 +156,8 @@ def load_checkpoint(
 
 def _own_state(model: SplitModel, optimizer: torch.optim.Optimizer | None, rank: int, num_ranks: int) -> dict[str, Any]:
     state: dict[str, Any] = {f"random/{rank}-of-{num_ranks}": _random_state(_device(model))}
-    for stage in model.stages:
-        own = own_tensors(stage.submod.get_submodule("model"), model.plan, stage.stage_index)
-        state |= {f"model/{name}": tensor.detach() for name, tensor in own.items()}
+    for stage in model.models:
+        state |= {f"model/{name}": tensor.detach() for name, tensor in model.own_tensors(stage).items()}
     if optimizer is None:
         return state
     packed = optimizer.state_dict()
@@ -243,7 +241,7 @@ def _held_tensors(model: SplitModel | nn.Module) -> dict[str, list[torch.Tensor]
     """What a model holds of each parameter and persistent buffer; both stages of a rank have buffers of all units."""
     held: dict[str, list[torch.Tensor]] = {}
     if isinstance(model, SplitModel):
-        parts = [(stage.submod.get_submodule("model"), model.plan.names) for stage in model.stages]
+        parts = [(module, model.plan.names) for module in model.models.values()]
     else:
         parts = [(model, names_of_parameters(model))]
     for module, first_names in parts:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -27,29 +27,26 @@ import torch
 import torch.distributed as dist
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
-from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from pipelining_dualpipev.models.agree import everywhere
-from pipelining_dualpipev.models.plan import SplitPlan
+from pipelining_dualpipev.models.parts import SplitModel
 
-__all__ = ["own_tensors", "save_pretrained"]
+__all__ = ["save_pretrained"]
 
 _INDEX = "model.safetensors.index.json"
 
 
 def save_pretrained(
-    models: Sequence[nn.Module],
-    skeleton: nn.Module,
-    plan: SplitPlan,
-    stages: Sequence[int],
+    model: SplitModel,
+    skeleton: Any,
     directory: str | PathLike[str],
     *,
     group: dist.ProcessGroup | None,
     tokenizer: Any,
     max_shard_size: int | str,
 ) -> None:
-    """See `SplitModel.save_pretrained`; ``models`` are the whole-model modules of this rank's ``stages``."""
+    """See `SplitModel.save_pretrained`; ``skeleton`` is the whole model without weights."""
     place = Path(directory).absolute()
     rank = dist.get_rank(group)
 
@@ -64,10 +61,15 @@ def save_pretrained(
     names = everywhere(lambda: prepare() if rank == 0 else "", group, otherwise=_not_saved)
     aside = Path(names[0])
     try:
-        state = _own_state(models, plan, stages)
-        shards = split_torch_state_dict_into_shards(state, max_shard_size=max_shard_size)
-        parts = [{name: state[name] for name in tensors} for tensors in shards.filename_to_tensors.values() if tensors]
-        counts = everywhere(lambda: len(parts), group, otherwise=_not_saved)
+        parts: list[dict[str, torch.Tensor]] = []
+
+        def divide() -> int:
+            state = _own_state(model)
+            shards = split_torch_state_dict_into_shards(state, max_shard_size=max_shard_size)
+            parts.extend({name: state[name] for name in part} for part in shards.filename_to_tensors.values() if part)
+            return len(parts)
+
+        counts = everywhere(divide, group, otherwise=_not_saved)
         total, before = sum(counts), sum(counts[:rank])
 
         def write() -> dict[str, tuple[str, int]]:
@@ -93,30 +95,11 @@ def _not_saved(words: str) -> OSError:
     return OSError(f"the checkpoint could not be saved: {words}")
 
 
-def own_tensors(model: nn.Module, plan: SplitPlan, stage: int) -> dict[str, torch.Tensor]:
-    """The parameters and persistent buffers that ``stage`` has to save, by the model's own names.
-
-    A tied parameter is saved once, by its first name. Buffers are on every stage; those of a unit count where it runs,
-    others on the first.
-    """
-    unit_stage = {event.unit: event.stage for event in plan.events}
-    own: dict[str, torch.Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        if name in plan.names:
-            if plan.names[name] == name:
-                own[name] = tensor
-        else:
-            unit = plan.units.unit_of(name)
-            if (unit_stage.get(unit, 0) if unit else 0) == stage:
-                own[name] = tensor
-    return own
-
-
-def _own_state(models: Iterable[nn.Module], plan: SplitPlan, stages: Iterable[int]) -> dict[str, torch.Tensor]:
+def _own_state(model: SplitModel) -> dict[str, torch.Tensor]:
     """This rank's parameters and buffers, under the names that a checkpoint has."""
     state: dict[str, torch.Tensor] = {}
-    for model, stage in zip(models, stages, strict=True):
-        state |= revert_weight_conversion(model, own_tensors(model, plan, stage))
+    for stage, whole in model.models.items():
+        state |= revert_weight_conversion(whole, model.own_tensors(stage))
     return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
 
 

@@ -1,139 +1,92 @@
-"""Cutting a Hugging Face model into the stages of a V: plan, then build."""
+"""Cutting a model into the stages of a V: plan, then build.
+
+There are two kinds. A model with a forward of its own, like those of transformers, is split by running that forward on
+every stage (`models.plan`, `models.stage`). Plain layers are only dealt out (`models.stack`). The second kind, and any
+model that is none of transformers, is split without importing transformers, which takes seconds.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from os import PathLike
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage
-from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from pipelining_dualpipev.errors import SplitError
+from pipelining_dualpipev.models.agree import everywhere
+from pipelining_dualpipev.models.deal import Balance
 from pipelining_dualpipev.models.loss import LossFunction
+from pipelining_dualpipev.models.parts import SplitModel
 from pipelining_dualpipev.models.plan import SplitPlan, make_plan
-from pipelining_dualpipev.models.save import save_pretrained
 from pipelining_dualpipev.models.shapes import Plans
+from pipelining_dualpipev.models.stack import Layers, StackPlan, build_stack, layers_of, plan_stack
 from pipelining_dualpipev.models.stage import StageModule
 from pipelining_dualpipev.models.surgery import initialize, make_skeleton, refuse_hooks_on_glue
 from pipelining_dualpipev.planning.placement import Placement
 
-__all__ = ["SplitModel", "build_stages", "make_stages", "plan_skeleton", "plan_split", "split", "where"]
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
+__all__ = ["build_stages", "make_stages", "plan_skeleton", "plan_split", "split", "where"]
 
-class SplitModel:
-    """This rank's two stages of a model, under the model's own names.
-
-    Attributes:
-        stages: two torch `PipelineStage`, for a schedule.
-        loss_fn: the model's own loss, for the schedule (None if the example had no labels).
-        plan: what runs where.
-        config: the model's.
-    """
-
-    def __init__(
-        self,
-        modules: Mapping[int, StageModule],
-        plan: SplitPlan,
-        skeleton: nn.Module,
-        group: dist.ProcessGroup | None,
-        device: torch.device,
-        loss_fn: LossFunction | None,
-    ) -> None:
-        self._modules, self._group, self._skeleton = dict(modules), group, skeleton
-        self.plan, self.loss_fn, self.config = plan, loss_fn, getattr(skeleton, "config", None)
-        self.stages = [
-            PipelineStage(module, stage, plan.num_stages, device, group=group) for stage, module in modules.items()
-        ]
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters by the model's own names; one that both stages share comes once, by its first name."""
-        seen: set[nn.Parameter] = set()
-        for module in self._modules.values():
-            for name, parameter in module.model.named_parameters():
-                if parameter not in seen:
-                    seen.add(parameter)
-                    yield self.plan.names[name], parameter
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's parameters, each once."""
-        return (parameter for _, parameter in self.named_parameters())
-
-    def train(self, mode: bool = True) -> SplitModel:
-        """Put all modules in training mode, or in evaluation mode if ``mode`` is False."""
-        for module in self._modules.values():
-            module.train(mode)
-        return self
-
-    def eval(self) -> SplitModel:
-        """Put all modules in evaluation mode."""
-        return self.train(False)
-
-    def explain(self) -> str:
-        """The plan in words."""
-        return self.plan.explain()
-
-    def save_pretrained(
-        self, directory: str | PathLike[str], tokenizer: Any = None, max_shard_size: int | str = "5GB"
-    ) -> None:
-        """Write a checkpoint that ``from_pretrained`` of plain transformers opens. Collective.
-
-        Every rank writes its own weights as safetensors shards; rank 0 adds the index, the config, the generation
-        config and the tokenizer if one is given. All of it is written beside ``directory`` and then moved there, so
-        that what is found there is always whole. The file system must be one that all ranks share.
-
-        Args:
-            directory: created; what was there before is replaced.
-            tokenizer: anything with a ``save_pretrained``.
-            max_shard_size: bytes, or text like ``"5GB"``.
-
-        Raises:
-            OSError: on every rank, if one could not write.
-        """
-        save_pretrained(
-            [module.model for module in self._modules.values()],
-            self._skeleton,
-            self.plan,
-            list(self._modules),
-            directory,
-            group=self._group,
-            tokenizer=tokenizer,
-            max_shard_size=max_shard_size,
-        )
+Example = Mapping[str, Any]
 
 
 def plan_split(
-    model_or_config: nn.Module | PretrainedConfig, num_ranks: int, *, example: Mapping[str, Any]
-) -> SplitPlan:
+    model_or_config: nn.Module | Layers | PretrainedConfig,
+    num_ranks: int,
+    *,
+    example: Example | None = None,
+    balance: Balance = "uniform",
+) -> SplitPlan | StackPlan:
     """Plan, without processes or weights, how a model is split over ``num_ranks`` ranks.
 
     Args:
-        model_or_config: a model, which is left as it is and may be on meta, or the config of a causal language model.
+        model_or_config: a model, which is left as it is and may be on meta, or the config of a causal language model;
+            or plain layers (see `split`), of which none is built.
         num_ranks: P; the model is cut into 2P stages.
-        example: one microbatch of keyword inputs.
+        example: one microbatch of keyword inputs. Plain layers need none.
+        balance: how layers are dealt out (see `split`).
 
     Raises:
         SplitError: if it cannot be split so, with the reason.
+        TypeError: if it is nothing that can be split.
     """
-    if isinstance(model_or_config, PretrainedConfig):
-        with torch.device("meta"):
-            model_or_config = AutoModelForCausalLM.from_config(model_or_config)
-    return _plan(model_or_config, num_ranks, example)[0]
+    if (layers := layers_of(model_or_config)) is not None:
+        return plan_stack(layers, Placement.v(num_ranks).num_stages, balance)
+    if not isinstance(model_or_config, nn.Module):
+        model_or_config = _on_meta(model_or_config)
+    return _plan(model_or_config, num_ranks, example, balance)[0]
 
 
-def _plan(model: nn.Module, num_ranks: int, example: Mapping[str, Any]) -> tuple[SplitPlan, nn.Module]:
+def _on_meta(config: Any) -> nn.Module:
+    from transformers import AutoModelForCausalLM, PretrainedConfig
+
+    if not isinstance(config, PretrainedConfig):
+        raise TypeError(f"a {type(config).__name__} cannot be split: give a model, its config, or a list of layers")
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(config)
+    return model
+
+
+def _plan(model: nn.Module, num_ranks: int, example: Example | None, balance: Balance) -> tuple[SplitPlan, nn.Module]:
+    if example is None:
+        raise TypeError(
+            f"a {type(model).__name__} has a forward of its own, which is run once to see what crosses from stage to "
+            "stage: give example=, one microbatch of its keyword inputs"
+        )
     skeleton = make_skeleton(model)
-    plan = plan_skeleton(skeleton, num_ranks, example)
+    plan = plan_skeleton(skeleton, num_ranks, example, balance)
     refuse_hooks_on_glue(model, plan.units)
     return plan, skeleton
 
 
-def plan_skeleton(skeleton: nn.Module, num_ranks: int, example: Mapping[str, Any]) -> SplitPlan:
+def plan_skeleton(skeleton: nn.Module, num_ranks: int, example: Example, balance: Balance = "uniform") -> SplitPlan:
     """Plan the V of a skeleton (`models.surgery.make_skeleton`) over ``num_ranks`` ranks; it is left as it is."""
-    return make_plan(skeleton, Placement.v(num_ranks).num_stages, example)
+    return make_plan(skeleton, Placement.v(num_ranks).num_stages, example, balance)
 
 
 def where(
@@ -147,34 +100,55 @@ def where(
 
 
 def split(
-    model: nn.Module,
+    model: nn.Module | Layers,
     group_or_mesh: dist.ProcessGroup | DeviceMesh | None = None,
     *,
-    example: Mapping[str, Any],
+    example: Example | None = None,
     device: torch.device | str | None = None,
     dp_group: dist.ProcessGroup | None = None,
+    balance: Balance = "uniform",
 ) -> SplitModel:
-    """Cut a Hugging Face model into the 2P stages of a V over the P ranks of a group; each rank builds its two.
+    """Cut a model into the 2P stages of a V over the P ranks of a group; each rank builds its two. Collective.
 
-    Every stage runs the model's own forward, so this needs no code for any architecture.
+    Every stage runs the model's own forward, so this needs no code for any architecture. Plain layers, which are called
+    one after another, are dealt out evenly and in order: the step is given one input, a target, and a ``loss_fn`` of
+    yours. Layers that belong together go into an ``nn.Sequential`` of their own, which stays whole.
 
     Args:
-        model: left as it is; each rank copies the weights of its own stages. It may be on meta: then each rank makes
-            its own weights, by the model's own initialisation, and no more.
+        model: a Hugging Face model, or any other with a forward that takes keywords; left as it is, each rank copies
+            the weights of its own stages. It may be on meta: then each rank makes its own weights, by the model's own
+            initialisation, and no more. Or plain layers: an ``nn.Sequential``, a list of modules, or a list of
+            functions without arguments that return one each. A function is called on the rank that owns its layer and
+            nowhere else, and has to make all of the layer: what two functions are to share has to be on one rank.
         group_or_mesh: the pipeline's group, or a mesh of one dimension; by default the world.
         example: one microbatch of keyword inputs (``input_ids``, ``attention_mask``, ``labels``, ...), on every rank.
-            Shapes matter, values do not. With ``labels`` the last stage computes the model's own loss.
+            Shapes matter, values do not. With ``labels`` the last stage computes the model's own loss. Plain layers
+            need no example.
         device: where the stages run; by default the current accelerator, or the CPU if there is none.
-        dp_group: over which batches differ and gradients will be averaged; the loss then counts the labels of all.
+        dp_group: over which batches differ and gradients will be averaged; the model's own loss then counts the labels
+            of all.
+        balance: which layers go on which stage. ``"uniform"``: as many on each. ``"cost"``: so that a step takes least
+            by simulation, with the floating point operations of the example's forward as what everything costs, the
+            embedding and the head on rank 0 included (not for plain layers, which are not run). ``"parameters"``: the
+            same with numbers of parameters. Or for each stage but the first the number of its first layer: with
+            ``[1, 3, 5]`` stage 0 has layer 0, stage 1 has layers 1 and 2. The same on every rank.
 
     Raises:
         SplitError: on every rank, if the model cannot be split so, with the reason.
+        TypeError: if it needs an example.
     """
     group, device = where(group_or_mesh, device)
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
-    plan, skeleton = _plan(model, num_ranks, example)
-    loss_fn = LossFunction(plan.loss, dp_group) if plan.loss else None
     own = Placement.v(num_ranks).stages_of(rank)
+    if (layers := layers_of(model)) is not None:
+        stack = plan_stack(layers, 2 * num_ranks, balance)
+        built: list[tuple[Mapping[int, Any], StackPlan]] = []
+        everywhere(lambda: built.append(build_stack(layers, stack, own, device)), group, otherwise=SplitError)
+        return SplitModel(*built[0], skeleton=None, group=group, device=device, loss_fn=None)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"a {type(model).__name__} cannot be split: give a model, or a list of layers")
+    plan, skeleton = _plan(model, num_ranks, example, balance)
+    loss_fn = LossFunction(plan.loss, dp_group) if plan.loss else None
     modules = build_stages(model, skeleton, plan, own, device, loss_fn)
     return SplitModel(modules, plan, skeleton, group, device, loss_fn)
 

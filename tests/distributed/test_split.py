@@ -51,6 +51,40 @@ def test_loss_and_gradients_are_those_of_the_unsplit_model(ranks, name, num_rank
     ranks(num_ranks).run(compare_with_unsplit, name)
 
 
+def compare_cut_otherwise(balance: str | list[int]) -> list[int]:
+    parts = split(make_model("llama tied", 9), example=make_batch(2), device="cpu", balance=balance)  # type: ignore[arg-type]
+    schedule = ScheduleDualPipeV(parts.stages, N, parts.loss_fn)
+    for length in (10, 13):  # the second is planned anew
+        batch = make_batch(2 * N, length=length)
+        loss, gradients = unsplit_step(make_model("llama tied", 9), batch)
+        assert abs(step(schedule, **batch) - loss) <= CASTS_TO_FP32 * loss
+        for name, parameter in parts.named_parameters():
+            error = (parameter.grad - gradients[name]).abs().max() / gradients[name].abs().max().clamp_min(1e-12)
+            assert error <= CASTS_TO_FP32, f"{name} is off by {error:.1e}"
+            parameter.grad = None
+    return [event.stage for event in parts.plan.events if event.is_layer]
+
+
+def test_layers_dealt_out_otherwise_give_the_gradients_of_the_unsplit_model(ranks):
+    for stages in ranks(2).run(compare_cut_otherwise, [1, 6, 7]):
+        assert stages == [0, 1, 1, 1, 1, 1, 2, 3, 3]
+    for stages in ranks(2).run(compare_cut_otherwise, "cost"):
+        assert stages == sorted(stages)
+        assert set(stages) == {0, 1, 2, 3}
+
+
+def balance_of_its_own() -> None:
+    cuts = [1, 2, 3] if dist.get_rank() else [1, 2, 4]
+    parts = split(make_model("llama", 5), example=make_batch(2), device="cpu", balance=cuts)
+    ScheduleDualPipeV(parts.stages, N, parts.loss_fn)
+
+
+def test_ranks_that_deal_out_layers_otherwise_are_told(ranks):
+    for raised in ranks(2).run_expecting_errors(balance_of_its_own):
+        assert raised.type == "RanksDisagreeError"
+        assert "how the model is split" in raised.message
+
+
 def compare_with_full_backwards(name: str) -> str:
     """All backwards are split with so few microbatches, and with zb=0 none is."""
     parts, schedule = make_split(name)
