@@ -34,7 +34,15 @@ from pipelining_dualpipev._torch import pytree, replace_call
 from pipelining_dualpipev.errors import SplitError
 from pipelining_dualpipev.models.absent import Absent, Demand, Root, pretending, recording, tensors_in
 from pipelining_dualpipev.models.assign import Assignment, assign
-from pipelining_dualpipev.models.calls import Computed, Constant, Description, HandedThrough, Leaf, Snapshot
+from pipelining_dualpipev.models.calls import (
+    Computed,
+    Constant,
+    Description,
+    HandedThrough,
+    Leaf,
+    Snapshot,
+    refuse_in_autograd_function,
+)
 from pipelining_dualpipev.models.deal import Balance
 from pipelining_dualpipev.models.loss import LABELS, NUM_ITEMS, LossPlan, LossWatch, marked_labels
 from pipelining_dualpipev.models.numbers import AbsentNumbers
@@ -229,6 +237,7 @@ class _DryRun:
 
     def _record(self, fqn: str, is_layer: bool, own: set[str], call: Callable[..., Any]) -> Callable[..., Any]:
         def recorded(*args: Any, **kwargs: Any) -> Any:
+            refuse_in_autograd_function(fqn)
             event = Event(fqn, len(self.events), is_layer)
             self.events.append(event)
             recording.events = len(self.events)
