@@ -17,9 +17,9 @@ handed through, or a constant.
 from __future__ import annotations
 
 import sys
-import sys
 from collections import UserDict
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -134,16 +134,16 @@ def refuse_in_autograd_function(fqn: str) -> None:
     Raises:
         SplitError: naming the function.
     """
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name == "forward":
-            for value in list(frame.f_locals.values())[:1]:
-                if isinstance(value, torch.autograd.function.FunctionCtx):
-                    raise SplitError(
-                        f"{fqn} is called inside of an autograd function, {type(value).__name__.removesuffix('Backward')}"
-                        ", which computes the gradients of many layers by itself, as reversible stacks do: it cannot be "
-                        "cut. Train the model with data parallelism, or (for a checkpoint) with use_reentrant=False"
-                    )
+        context = next(iter(frame.f_locals.values()), None) if frame.f_code.co_name == "forward" else None
+        if isinstance(context, torch.autograd.function.FunctionCtx):
+            name = type(context).__name__.removesuffix("Backward")
+            raise SplitError(
+                f"{fqn} is called inside of an autograd function, {name}, which computes the gradients of many layers by "
+                "itself, as reversible stacks do: it cannot be cut. Train the model with data parallelism, or (if it is "
+                "a checkpoint's) set use_reentrant=False"
+            )
         frame = frame.f_back
 
 
