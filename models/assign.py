@@ -2,12 +2,16 @@
 
 Layers are dealt out in the order of their calls (`models.deal`). What comes before the first one runs on the first
 stage, what comes after the last one on the last, what comes between with the layers before it. There are two reasons to
-move an event further up than that:
+move an event that is no layer further up than that:
 
 * its unit has been called before, or shares its parameters with a unit that has been (an encoder-decoder's second
   embedding): then it runs there, if what it uses is there already, and only its result travels;
 * its unit shares its parameters with one that runs at the end (a decoder's embedding and the head): stage 0 is on the
   same rank as the last one, so both can hold the one parameter.
+
+A unit that is called on several stages all the same (a block that comes back every few layers, a stack that is run
+through twice) is held by each of them, and so is a parameter that units of several stages share. On one rank that is
+one object; over ranks they are replicas, whose gradients `runtime.tied` sums.
 """
 
 from __future__ import annotations
@@ -34,14 +38,14 @@ class Assignment:
 
     Attributes:
         cuts: for each stage but the first the number of its first layer, in the order of their calls.
-        parameter_stage: for each name of a parameter the stage that holds it under that name.
+        holders: for each name of a parameter the stages that hold it under that name, in order; one or more.
         boundaries: for each boundary the roots that cross it.
         required_inputs: for each stage the inputs that it reads by value, by name.
         borrowed: for each stage the parameters that it reads though another holds them; they cross like outputs.
     """
 
     cuts: tuple[int, ...]
-    parameter_stage: dict[str, int]
+    holders: dict[str, tuple[int, ...]]
     boundaries: list[list[Root]]
     required_inputs: list[tuple[str, ...]]
     borrowed: list[frozenset[str]]
@@ -83,17 +87,20 @@ def assign(
     cuts = tuple(number for number in range(1, len(layers)) if layers[number].stage != layers[number - 1].stage)
     _place_others(events, layers, parameters_of, num_stages)
     uses = _uses(events, demands, num_stages)
-    parameter_stage = _place_parameters(events, units, names, num_stages, uses)
-    home = {first: parameter_stage[first] for first in names.values()}
+    holders = _place_parameters(events, units, names, num_stages, uses)
+    held = {first: [set(holders[name]) for name in names if names[name] == first] for first in set(names.values())}
+    source = {first: min(set.union(*stages)) for first, stages in held.items()}
 
     def stage_of(root: Root) -> int:
-        return events[root.event].stage if root.kind == "event" else home[root.name]
+        return events[root.event].stage if root.kind == "event" else source[root.name]
 
     needs: list[set[Root]] = [set() for _ in range(num_stages)]
     required: list[set[str]] = [set() for _ in range(num_stages)]
     for stage, root in uses:
         if root.kind == "input":
             required[stage].add(root.name)
+        elif root.kind == "parameter" and stage in set.intersection(*held[root.name]):
+            continue  # under whatever name it is asked for
         elif stage_of(root) < stage:
             needs[stage].add(root)
         elif stage_of(root) > stage:
@@ -103,7 +110,7 @@ def assign(
         for stage in range(num_stages - 1)
     ]
     borrowed = [frozenset(root.name for root in need if root.kind == "parameter") for need in needs]
-    return Assignment(cuts, parameter_stage, boundaries, [tuple(sorted(names_)) for names_ in required], borrowed)
+    return Assignment(cuts, holders, boundaries, [tuple(sorted(names_)) for names_ in required], borrowed)
 
 
 def _weights(events: Sequence[Event], values: Sequence[int]) -> Weights:
@@ -180,12 +187,7 @@ def _place_others(
             earlier = _earlier_home(event, homes, parameters_of, at_the_end if event.index < last_layer else set())
             if earlier is not None and earlier < event.stage and _is_there(event, events, earlier):
                 event.stage = earlier
-        known = homes.setdefault(event.unit, event.stage)
-        if known != event.stage:
-            raise SplitError(
-                f"{event.unit} is called on stages {known} and {event.stage}: a module that several stages use would "
-                "need a copy on each, with their gradients summed, which is not supported yet"
-            )
+        homes.setdefault(event.unit, event.stage)
 
 
 def _earlier_home(
@@ -211,21 +213,17 @@ def _place_parameters(
     names: dict[str, str],
     num_stages: int,
     uses: Iterable[tuple[int, Root]],
-) -> dict[str, int]:
-    unit_stage = {event.unit: event.stage for event in events}
+) -> dict[str, tuple[int, ...]]:
+    unit_stages: dict[str, set[int]] = {}
+    for event in events:
+        unit_stages.setdefault(event.unit, set()).add(event.stage)
     # Parameters of glue are where they are used first; what nothing uses is kept by the first stage.
     first_use: dict[str, int] = {}
     for stage, root in uses:
         if root.kind == "parameter":
             first_use[root.name] = min(stage, first_use.get(root.name, num_stages))
-    stages: dict[str, int] = {}
+    holders: dict[str, tuple[int, ...]] = {}
     for name, first in names.items():
         unit = units.unit_of(name)
-        stages[name] = unit_stage.get(unit, 0) if unit else first_use.get(first, 0)
-    refuse_ranks_that_share(
-        names,
-        stages,
-        num_stages,
-        "Untie it (config.tie_word_embeddings=False), or use a number of ranks at which they meet",
-    )
-    return stages
+        holders[name] = tuple(sorted(unit_stages.get(unit, {0}))) if unit else (first_use.get(first, 0),)
+    return holders

@@ -140,9 +140,9 @@ def refuse_in_autograd_function(fqn: str) -> None:
         if isinstance(context, torch.autograd.function.FunctionCtx):
             name = type(context).__name__.removesuffix("Backward")
             raise SplitError(
-                f"{fqn} is called inside of an autograd function, {name}, which computes the gradients of many layers by "
-                "itself, as reversible stacks do: it cannot be cut. Train the model with data parallelism, or (if it is "
-                "a checkpoint's) set use_reentrant=False"
+                f"{fqn} is called inside of an autograd function, {name}, which computes the gradients of many layers "
+                "by itself, as reversible stacks do: it cannot be cut. Train the model with data parallelism, or (if "
+                "it is a checkpoint's) set use_reentrant=False"
             )
         frame = frame.f_back
 

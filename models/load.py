@@ -151,7 +151,9 @@ def _load_buffers(skeleton: nn.Module, files: CheckpointFiles) -> None:
 def _load_parameters(
     skeleton: nn.Module, names: dict[str, str], keep: Collection[str], files: CheckpointFiles, device: torch.device
 ) -> dict[str, nn.Parameter]:
-    """The parameters in ``keep``, by their first names."""
+    """The parameters in ``keep``, by their first names; a file may hold a tied one under any of its names."""
+    firsts = {names[name] for name in keep}
+    keep = [name for name, first in names.items() if first in firsts]
     loader: Any = copy.deepcopy(skeleton)
     make_parameters_absent(loader, names, keep=keep, device=device)
     for module in loader.modules():

@@ -106,10 +106,7 @@ class SplitModel:
     def own_tensors(self, stage: int) -> dict[str, torch.Tensor]:
         """The parameters and persistent buffers that one of the stages has to save, by the model's own names.
 
-        A tied parameter is saved once, by its first name. A buffer that several stages have is saved by one of them.
+        What several stages have is saved by one of them, and a tied parameter by its first name.
         """
-        return {
-            name: tensor
-            for name, tensor in self.models[stage].state_dict().items()
-            if (self.plan.names[name] == name if name in self.plan.names else self.plan.saves_buffer(name, stage))
-        }
+        state = self.models[stage].state_dict()
+        return {name: tensor for name, tensor in state.items() if self.plan.saves(name, stage)}

@@ -113,10 +113,23 @@ class SplitPlan:
 
     def local_parameters(self, stage: int) -> list[str]:
         """FQNs of the parameters that ``stage`` holds, in order; a tied one under each of its names there."""
-        return [name for name in self.names if self.assignment.parameter_stage[name] == stage]
+        return [name for name in self.names if stage in self.assignment.holders[name]]
 
-    def saves_buffer(self, name: str, stage: int) -> bool:
-        """Whether ``stage`` is the one that saves a buffer, which all have: where its unit runs, or the first."""
+    def tied_stages(self) -> dict[str, tuple[int, ...]]:
+        """By first name the stages that hold a parameter, for each that has several names or is held several times."""
+        stages: dict[str, list[int]] = {}
+        for name, first in self.names.items():
+            stages.setdefault(first, []).extend(self.assignment.holders[name])
+        return {first: tuple(sorted(set(held))) for first, held in stages.items() if len(held) > 1}
+
+    def saves(self, name: str, stage: int) -> bool:
+        """Whether ``stage`` is the one that saves a parameter (by its first name) or a buffer.
+
+        That is the first that holds the parameter. Buffers are on every stage; those of a unit are saved where it runs
+        first, others by the first stage.
+        """
+        if name in self.names:
+            return self.names[name] == name and stage == self.assignment.holders[name][0]
         unit = self.units.unit_of(name)
         return stage == next((event.stage for event in self.events if event.unit == unit), 0)
 

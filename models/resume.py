@@ -164,6 +164,8 @@ def _own_state(model: SplitModel, optimizer: torch.optim.Optimizer | None, rank:
     if rank == 0:
         state["groups"] = [_settings(group) for group in packed["param_groups"]]
     for index, (number, name) in enumerate(_members(optimizer, _names(model))):
+        if not any(model.plan.saves(name, stage) for stage in model.models):
+            continue  # another rank has it too
         entries = packed["state"].get(index, {})
         tensors = {key: value for key, value in entries.items() if isinstance(value, torch.Tensor)}
         rest = {key: value for key, value in entries.items() if key not in tensors}

@@ -94,7 +94,7 @@ class Plans:
             example = {**inputs, **first.constants}
             plan = make_plan(self._skeleton, first.num_stages, example, first.assignment.cuts)
         for what, now, before in (
-            ("its parameters", plan.assignment.parameter_stage, first.assignment.parameter_stage),
+            ("its parameters", plan.assignment.holders, first.assignment.holders),
             ("what a stage reads of the inputs", plan.required_inputs, first.required_inputs),
             ("the parameters that travel", plan.assignment.borrowed, first.assignment.borrowed),
             ("its loss", plan.loss, first.loss),

@@ -21,6 +21,7 @@ from pipelining_dualpipev.models.deal import Balance
 from pipelining_dualpipev.models.loss import LossFunction
 from pipelining_dualpipev.models.parts import SplitModel
 from pipelining_dualpipev.models.plan import SplitPlan, make_plan
+from pipelining_dualpipev.models.replicas import send_made_weights
 from pipelining_dualpipev.models.shapes import Plans
 from pipelining_dualpipev.models.stack import Layers, StackPlan, build_stack, layers_of, plan_stack
 from pipelining_dualpipev.models.stage import StageModule
@@ -150,6 +151,7 @@ def split(
     plan, skeleton = _plan(model, num_ranks, example, balance)
     loss_fn = LossFunction(plan.loss, dp_group) if plan.loss else None
     modules = build_stages(model, skeleton, plan, own, device, loss_fn)
+    send_made_weights(model, plan, modules, group)
     return SplitModel(modules, plan, skeleton, group, device, loss_fn)
 
 

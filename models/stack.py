@@ -52,9 +52,9 @@ class StackPlan:
     stage_of: dict[str, int]
     names: dict[str, str] = field(default_factory=dict, repr=False)
 
-    def saves_buffer(self, name: str, stage: int) -> bool:
-        """Whether ``stage`` saves a buffer that it has: each has those of its own layers only."""
-        return True
+    def saves(self, name: str, stage: int) -> bool:
+        """Whether ``stage`` saves a parameter or buffer that it has: it has those of its own layers only."""
+        return self.names.get(name, name) == name
 
     def layers(self, stage: int) -> list[str]:
         """The names of a stage's layers, in order."""

@@ -16,7 +16,6 @@ A stage whose forward goes another way than the plan's, or lets an Absent into a
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from functools import partial
@@ -101,16 +100,25 @@ class StageModule(nn.Module):
         for fqn in plan.units.units:
             replace_call(self.model.get_submodule(fqn), partial(self._replace, fqn))
         self._borrowed = [
-            (name, first) for name, first in plan.names.items() if first in plan.assignment.borrowed[stage]
+            (name, first)
+            for name, first in plan.names.items()
+            if first in plan.assignment.borrowed[stage] and name not in local
         ]
 
     @property
     def tied_parameters(self) -> dict[str, nn.Parameter]:
-        """The stage's parameters that have several names, under the first; the schedule sees that they stay tied."""
-        names = self._plan.names
-        counts = Counter(names.values())
-        local = (name for name in self._plan.local_parameters(self._stage) if counts[names[name]] > 1)
+        """The stage's parameters that several stages hold or that have several names, under the first.
+
+        The schedule sees that on one rank they stay one object, and sums their gradients over `tied_stages`.
+        """
+        names, tied = self._plan.names, self.tied_stages
+        local = (name for name in self._plan.local_parameters(self._stage) if names[name] in tied)
         return {names[name]: self.model.get_parameter(name) for name in local}
+
+    @property
+    def tied_stages(self) -> dict[str, tuple[int, ...]]:
+        """By the same names all stages that hold them; the same on every stage."""
+        return self._plan.tied_stages()
 
     def forward(self, *received: torch.Tensor, **inputs: Any) -> Any:
         """Run the stage on one microbatch.

@@ -11,7 +11,8 @@ so a value that should have crossed a boundary and did not shows as a gradient t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,7 @@ from pipelining_dualpipev.models.stage import StageModule
 from pipelining_dualpipev.models.surgery import make_skeleton, refuse_hooks_on_glue
 from pipelining_dualpipev.planning.placement import Placement
 
-__all__ = ["Chain", "Verification", "verify"]
+__all__ = ["Chain", "Verification", "compare", "verify"]
 
 Gradients = dict[str, torch.Tensor]
 
@@ -93,15 +94,29 @@ def verify(model: nn.Module, num_ranks: int, batch: Mapping[str, Any]) -> Verifi
         raise ValueError(f"the batch has {', '.join(batch)} and no {LABELS}: give them, for there to be a loss")
     if any(parameter.grad is not None for parameter in model.parameters()):
         raise ValueError("the model has gradients, which would be lost: clear them by model.zero_grad()")
-    chain = Chain(model, num_ranks, batch)
+    return compare(Chain(model, num_ranks, batch), model, batch)
+
+
+def compare(
+    chain: Chain, model: nn.Module, batch: Mapping[str, Any], loss_fn: Callable[..., torch.Tensor] | None = None
+) -> Verification:
+    """What `verify` does, with a chain that is there.
+
+    Args:
+        chain: of ``model``, with a batch like this one as its example.
+        model: as it was when the chain was made of it.
+        batch: keyword inputs.
+        loss_fn: ``loss_fn(output, None)`` for a model whose own loss is not to be taken.
+    """
     device = next(model.parameters()).device
     with torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type):
         torch.manual_seed(0)
-        loss = chain.step(batch, 1)
+        loss = chain.step(batch, 1, loss_fn)
     found = chain.gradients()
     with torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type):
         torch.manual_seed(0)
-        expected_loss = model(**batch, **chain.plan.constants).loss
+        output = model(**{**chain.plan.constants, **batch})
+        expected_loss = output["loss"] if loss_fn is None else loss_fn(output, None)
         expected_loss.backward()
     expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     # Against the largest of all, a gradient below rounding is zero (of attention to one place, say), and what is left
@@ -156,16 +171,20 @@ class Chain:
         for stage in self.stages.values():
             stage.train(model.training)
 
-    def step(self, batch: Mapping[str, torch.Tensor], n: int) -> torch.Tensor:
+    def step(
+        self, batch: Mapping[str, Any], n: int, loss_fn: Callable[..., torch.Tensor] | None = None
+    ) -> torch.Tensor:
         """Forward and backward of a batch in ``n`` microbatches; the mean of their losses. Gradients add up."""
-        if self.loss_fn is None:
-            raise SplitError(f"the example had no {LABELS}: there is no loss")
-        microbatches = [{name: tensor.chunk(n)[index] for name, tensor in batch.items()} for index in range(n)]
-        self.loss_fn.prepare([inputs[LABELS] for inputs in microbatches])
+        microbatches = [batch] if n == 1 else [{k: v.chunk(n)[i] for k, v in batch.items()} for i in range(n)]
+        if loss_fn is None:
+            if self.loss_fn is None:
+                raise SplitError(f"the example had no {LABELS}: there is no loss")
+            self.loss_fn.prepare([inputs[LABELS] for inputs in microbatches])
+            loss_fn = self.loss_fn
         losses = []
         for inputs in microbatches:
             output, received, sent = self.forward(inputs)
-            loss = self.loss_fn(output, inputs[LABELS])
+            loss = loss_fn(output, inputs.get(LABELS))  # type: ignore[arg-type]  # its own has labels
             losses.append(loss.detach())
             (loss / n).backward()
             for stage in range(len(self.stages) - 2, -1, -1):
@@ -177,24 +196,34 @@ class Chain:
                 torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
         return torch.stack(losses).mean()
 
-    def forward(self, inputs: Mapping[str, torch.Tensor]) -> tuple[Any, list[Any], list[Any]]:
-        """One microbatch through all stages: the last one's output, and what each has received and sent."""
+    def forward(
+        self,
+        inputs: Mapping[str, Any],
+        around: Callable[[int], AbstractContextManager[object]] = lambda stage: nullcontext(),
+    ) -> tuple[Any, list[Any], list[Any]]:
+        """One microbatch through all stages: the last one's output, and what each has received and sent.
+
+        Args:
+            inputs: of the microbatch.
+            around: gives for each stage a context to enter around its forward.
+        """
         received: list[tuple[torch.Tensor, ...]] = [()]
         sent = []
         output: Any = None
         for stage in range(len(self.stages)):
             module = self.stages[stage]
-            output = module(*received[-1], **{name: inputs[name] for name in module.required_inputs})
+            with around(stage):
+                output = module(*received[-1], **{name: inputs[name] for name in module.required_inputs})
             if stage < len(self.stages) - 1:
                 sent.append(output)
                 received.append(tuple(t.detach().requires_grad_(t.requires_grad) for t in output))
         return output, received, sent
 
     def gradients(self) -> Gradients:
-        """The gradient of each parameter that has one, by its first name."""
-        return {
-            self.plan.names[name]: parameter.grad
-            for stage in self.stages.values()
-            for name, parameter in stage.model.named_parameters()
-            if parameter.grad is not None
-        }
+        """The gradient of each parameter that has one, by its first name; of replicas the sum, as a schedule has it."""
+        found: dict[str, dict[nn.Parameter, torch.Tensor]] = {}
+        for stage in self.stages.values():
+            for name, parameter in stage.model.named_parameters():
+                if parameter.grad is not None:
+                    found.setdefault(self.plan.names[name], {})[parameter] = parameter.grad
+        return {name: torch.stack(list(gradients.values())).sum(0) for name, gradients in found.items()}

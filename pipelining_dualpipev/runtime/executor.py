@@ -2,7 +2,7 @@
 
 A program is a list of actions, computing and communicating ones (`planning.lowering`). The executor goes through it
 once a step, as a generator: wherever it needs something that may not be there yet it yields the handle of it, and goes
-on when the driver has waited. Under torch.distributed the driver is `drive`, below; a test can drive all ranks of a
+on when the driver has waited. Under torch.distributed the driver is `transport.drive`; a test can drive all ranks of a
 pipeline in one process and choose who goes next::
 
     executor                                        driver
@@ -36,7 +36,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -50,28 +50,13 @@ from pipelining_dualpipev.runtime.loss import Loss
 from pipelining_dualpipev.runtime.microbatches import Microbatches
 from pipelining_dualpipev.runtime.observe import Observer, default_observer
 from pipelining_dualpipev.runtime.stage import StageRunner, TensorMeta, changed_metas, metas_of
+from pipelining_dualpipev.runtime.tied import TiedGradients
 from pipelining_dualpipev.runtime.transport import ContactLostError, Handle, Transport
 
-__all__ = ["Executor", "StepResult", "Wires", "drive"]
+__all__ = ["Executor", "StepResult", "Wires"]
 
-T = TypeVar("T")
 Steps = Generator[Handle, None, None]
 _Key = tuple[int, int]  # stage, microbatch
-
-
-def drive(steps: Generator[Handle, None, T]) -> T:
-    """Run a generator to its end, waiting for each handle that it yields; return what it returns."""
-    try:
-        handle = next(steps)
-        while True:
-            try:
-                handle.wait()
-            except Exception as error:  # of a connection: who yielded the handle is to say what follows
-                handle = steps.throw(error)
-            else:
-                handle = next(steps)
-    except StopIteration as end:
-        return end.value
 
 
 @dataclass(frozen=True)
@@ -127,15 +112,22 @@ class Executor:
         placement: which rank holds which stage.
         runners: this rank's stages by index.
         wires: to the other ranks.
+        tied: parameters of these stages that other ranks hold too.
 
     Attributes:
         observer: who looks on while actions run; None for whoever `observe` finds.
     """
 
     def __init__(
-        self, program: Sequence[Action], *, placement: Placement, runners: dict[int, StageRunner], wires: Wires
+        self,
+        program: Sequence[Action],
+        *,
+        placement: Placement,
+        runners: dict[int, StageRunner],
+        wires: Wires,
+        tied: TiedGradients,
     ) -> None:
-        self._placement, self._runners, self._wires = placement, runners, wires
+        self._placement, self._runners, self._wires, self._tied = placement, runners, wires, tied
         self._rank = wires.transport.rank
         self.observer: Observer | None = None
         actions: dict[Kind, Callable[[int, int], Steps | None]] = {
@@ -154,8 +146,7 @@ class Executor:
         backwards = [s for s in singles if s.kind in (Kind.FULL_BACKWARD, Kind.BACKWARD_INPUT)]
         self._last_backward = {single.stage: single.microbatch for single in backwards}
         self._trains = bool(backwards)
-        if self._trains:
-            self._steps.append((lambda *_: self._when_complete(), backwards[-1]))
+        self._last_of_all = backwards[-1:]
         # What crosses into a stage, as noted in the last step in which something changed.
         self._crossing: dict[_Key, tuple[TensorMeta, ...]] = {}
         self._clear()
@@ -192,8 +183,9 @@ class Executor:
             seed: of a backward; known on every rank.
             announce: something may have changed, so shapes travel ahead of tensors; the same on every rank.
             keep_outputs: whether the result has the last stage's outputs (detached).
-            finalize: whether each stage's last backward is to reduce its gradients, if the stage is sharded.
-            when_complete: called after the last action of a training step; what it raises is told as a backward's.
+            finalize: whether this step's gradients are whole at its end: each stage's last backward reduces them, if
+                the stage is sharded, and those of tied parameters are summed over their ranks.
+            when_complete: called at the end of a training step; what it raises is told as of the last backward.
             lost: why the step has failed already, if so.
 
         Raises:
@@ -216,19 +208,25 @@ class Executor:
                 if steps is not None:
                     yield from steps
             except Exception as error:
-                if isinstance(error, ContactLostError):
-                    self._gone.add(error.peer)
-                self._fail(action, error)
+                self._fail(str(action), error, action.stage, action.microbatch)
+        for last in self._last_of_all:
+            try:
+                if finalize:
+                    yield from self._tied.end_step(failed=self._failure is not None)
+                if self._failure is None:
+                    self._when_complete()
+            except Exception as error:
+                self._fail(str(last), error, last.stage, last.microbatch)
         yield from self._end_together()
         result, self._result = self._result, StepResult()
         return result
 
-    def _fail(self, action: Action, error: Exception) -> None:
-        if self._failure is not None:
-            return  # what follows from a failure is none
-        words = f"{type(error).__name__}: {error}"
-        self._failure = Failure(self._rank, str(action), action.stage, action.microbatch, words)
-        self._cause = error
+    def _fail(self, action: str, error: Exception, stage: int = 0, microbatch: int = 0) -> None:
+        if isinstance(error, ContactLostError):
+            self._gone.add(error.peer)
+        if self._failure is None:  # what follows from a failure is none
+            self._failure = Failure(self._rank, action, stage, microbatch, f"{type(error).__name__}: {error}")
+            self._cause = error
 
     def _end_together(self) -> Steps:
         # Only after a failure is anything left to arrive.
@@ -331,7 +329,8 @@ class Executor:
             self._crossing[key] = () if tensors is None else metas_of(tensors)
             self._wires.control.send(peer, self._failure if tensors is None else self._crossing[key])
         elif tensors is not None and metas_of(tensors) != self._crossing[key]:
-            self._fail(Action(stage, Kind.SEND_F, microbatch), changed_metas(metas_of(tensors), self._crossing[key]))
+            error = changed_metas(metas_of(tensors), self._crossing[key])
+            self._fail(str(Action(stage, Kind.SEND_F, microbatch)), error, stage, microbatch)
             tensors = None
         with self._observed(Kind.SEND_F, stage, microbatch):
             self._send(peer, stage, tensors, self._crossing[key])

@@ -101,6 +101,9 @@ class _Pipeline(Protocol):
     def parameters(self) -> Iterable[torch.nn.Parameter]:
         """This rank's parameters, each once."""
 
+    def counted_elsewhere(self) -> set[torch.nn.Parameter]:
+        """Those of them that an earlier rank holds too."""
+
 
 def mean_loss(schedule: _Pipeline, losses: Sequence[torch.Tensor]) -> torch.Tensor:
     """The batch's loss on every rank, from the ``losses`` that a step has filled in on the loss rank.
@@ -123,9 +126,9 @@ def mean_loss(schedule: _Pipeline, losses: Sequence[torch.Tensor]) -> torch.Tens
 def clip_grad_norm_(schedule: _Pipeline, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """Clip the gradient of the whole model, over all stages of all ranks, as torch's function does for one process.
 
-    A parameter that two stages of a rank share (tied embeddings) counts once, and so do replicas of a stage; of a
-    parameter that is sharded (`torch.distributed.tensor.DTensor`) all shards count. Collective: every rank calls it,
-    also one without gradients; all apply the same factor.
+    A parameter that several stages share (tied embeddings) counts once, also if they are on several ranks, and so do
+    replicas of a stage; of a parameter that is sharded (`torch.distributed.tensor.DTensor`) all shards count.
+    Collective: every rank calls it, also one without gradients; all apply the same factor.
 
     Args:
         schedule: whose stages' gradients to clip.
@@ -143,8 +146,11 @@ def clip_grad_norm_(schedule: _Pipeline, max_norm: float, norm_type: float = 2.0
         raise ValueError(
             f"max_norm is {max_norm}, norm_type {norm_type}: use a norm_type above 0, a max_norm of 0 or more"
         )
-    gradients = [parameter.grad for parameter in schedule.parameters() if parameter.grad is not None]
-    norm = torch.linalg.vector_norm(torch.stack(_norms(gradients, norm_type, schedule.device)), norm_type)
+    elsewhere = schedule.counted_elsewhere()
+    found = [(parameter.grad, parameter in elsewhere) for parameter in schedule.parameters()]
+    gradients = [gradient for gradient, _ in found if gradient is not None]
+    counted = [gradient for gradient, is_elsewhere in found if gradient is not None and not is_elsewhere]
+    norm = torch.linalg.vector_norm(torch.stack(_norms(counted, norm_type, schedule.device)), norm_type)
     if math.isinf(norm_type):
         dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=schedule.group)
     else:

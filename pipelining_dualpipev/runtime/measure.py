@@ -38,8 +38,8 @@ from pipelining_dualpipev.planning.costs import CostModel
 from pipelining_dualpipev.planning.placement import Placement
 from pipelining_dualpipev.planning.simulate import Span, Timeline
 from pipelining_dualpipev.runtime.control import Control, agree
-from pipelining_dualpipev.runtime.executor import drive
 from pipelining_dualpipev.runtime.ordered import OrderedSchedule
+from pipelining_dualpipev.runtime.transport import drive
 
 __all__ = ["measure_costs", "measure_timeline"]
 

@@ -27,13 +27,13 @@ from pipelining_dualpipev.planning.lowering import lower
 from pipelining_dualpipev.planning.placement import Placement
 from pipelining_dualpipev.runtime.control import DistributedControl
 from pipelining_dualpipev.runtime.data_parallel import Replicas
-from pipelining_dualpipev.runtime.executor import Wires, drive
+from pipelining_dualpipev.runtime.executor import Wires
 from pipelining_dualpipev.runtime.loss import Loss
 from pipelining_dualpipev.runtime.microbatches import Microbatches, cut_batch, merge_outputs, take_cut
 from pipelining_dualpipev.runtime.pipeline import Pipeline
 from pipelining_dualpipev.runtime.setup import agree_on_setup
 from pipelining_dualpipev.runtime.stage import StageRunner
-from pipelining_dualpipev.runtime.transport import DistributedTransport
+from pipelining_dualpipev.runtime.transport import DistributedTransport, drive
 
 __all__ = ["OrderedSchedule", "Planner"]
 
@@ -151,6 +151,10 @@ class OrderedSchedule(TorchSchedule):
                 if parameter not in seen:
                     seen.add(parameter)
                     yield parameter
+
+    def counted_elsewhere(self) -> set[torch.nn.Parameter]:
+        """Those of this rank's parameters that an earlier rank holds too, with the same gradient after a step."""
+        return self.pipeline.tied.counted_elsewhere()
 
     def explain(self) -> str:
         """In words, a line for each of this rank's stages: which share of its weight gradients is put off to W.

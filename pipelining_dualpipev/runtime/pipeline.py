@@ -31,6 +31,7 @@ from pipelining_dualpipev.runtime.loss import Loss
 from pipelining_dualpipev.runtime.microbatches import Microbatches
 from pipelining_dualpipev.runtime.observe import Observer
 from pipelining_dualpipev.runtime.stage import StageRunner
+from pipelining_dualpipev.runtime.tied import TiedGradients
 from pipelining_dualpipev.runtime.transport import ContactLostError, Handle
 
 __all__ = ["Pipeline"]
@@ -47,6 +48,9 @@ class Pipeline:
         wires: to the other ranks.
         required_inputs: for each rank the keyword inputs that its stages read by name.
         replicas: of this rank's stages in other pipelines.
+
+    Attributes:
+        tied: this rank's parameters that other ranks hold too.
     """
 
     def __init__(
@@ -66,8 +70,10 @@ class Pipeline:
         self._runners, self._wires = runners, wires
         self._device = next(iter(runners.values())).device
         self._named_inputs = NamedInputs(required_inputs, source=placement.rank_of[0], device=self._device, wires=wires)
+        modules = [runner.module for runner in runners.values()]
+        self.tied = TiedGradients(modules, placement, wires.transport, wires.control)
         self._executors = {
-            trains: Executor(programs[rank], placement=placement, runners=runners, wires=wires)
+            trains: Executor(programs[rank], placement=placement, runners=runners, wires=wires, tied=self.tied)
             for trains, programs in ((True, training), (False, evaluation))
         }
         # By kind of step: what the last one that succeeded was like. As long as that stays, shapes stay.
@@ -134,7 +140,7 @@ class Pipeline:
             {"the kind of step": "training" if trains else "evaluation", "finalize_gradients": finalize},
             inputs.keyword_inputs(),
             changed=self._last.get(trains) != signature,
-            error=error,
+            error=error or (None if finalize else self.tied.cannot_wait()),
         )
         # Should the step fail, the ranks' notes about each other's shapes may differ: the next one announces again.
         self._last.pop(trains, None)
@@ -143,6 +149,8 @@ class Pipeline:
             inputs = yield from self._named_inputs.deliver(inputs, announce=announce)
         except ContactLostError as error:  # the others may not know yet, and are not to wait for this rank
             lost = error
+        if trains:
+            self.tied.begin_step()
         hooks = HeldHooks(self._parameters() if trains else ())
         try:
             result = yield from self._executors[trains].run(

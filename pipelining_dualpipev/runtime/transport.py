@@ -22,14 +22,16 @@ are ordered by the stream they were posted on.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["ContactLostError", "DistributedTransport", "Handle", "Transport", "contact"]
+__all__ = ["ContactLostError", "DistributedTransport", "Handle", "Transport", "contact", "drive"]
+
+T = TypeVar("T")
 
 
 class ContactLostError(Exception):
@@ -54,6 +56,21 @@ class Handle(Protocol):
 
     def wait(self) -> None:
         """Return once it is there. May be called again."""
+
+
+def drive(steps: Generator[Handle, None, T]) -> T:
+    """Run a generator to its end, waiting for each handle that it yields; return what it returns."""
+    try:
+        handle = next(steps)
+        while True:
+            try:
+                handle.wait()
+            except Exception as error:  # of a connection: who yielded the handle is to say what follows
+                handle = steps.throw(error)
+            else:
+                handle = next(steps)
+    except StopIteration as end:
+        return end.value
 
 
 class Transport(Protocol):

@@ -152,13 +152,18 @@ class AtOperations:
 
     def explain(self) -> str:
         """See `WeightGradients.explain`. Counted from what has run, not guessed from the modules."""
-        trained = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
-        of, deferred = (sum(p.numel() for p in some) for some in (trained, self._deferred.intersection(trained)))
+        deferred, of = self.counts()
         if not self._deferred:
             return "no weight gradient has been put off so far"
         return (
             f"the weight gradients of {deferred:,} of {of:,} parameters ({deferred / max(of, 1):.1%}) are put off to W"
         )
+
+    def counts(self) -> tuple[int, int]:
+        """How many numbers the weight gradients have that were put off so far, and how many all of them have."""
+        trained = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+        deferred, of = (sum(p.numel() for p in some) for some in (self._deferred.intersection(trained), trained))
+        return deferred, of
 
     # ---------------------------------------------------------------------------------------------------- the modules
 

@@ -185,24 +185,36 @@ def test_what_glue_copies_into_a_tensor_of_its_own_travels_to_whoever_uses_it():
     torch.testing.assert_close(output[0], model(x)[0])
 
 
-def test_two_layers_that_share_a_parameter_across_ranks_are_refused():
+class Twice(Outer):
+    def forward(self, x):
+        for layer in (*self.layers, self.layers[0]):
+            x = layer(x)
+        return (x,)
+
+
+def share_across_ranks() -> Outer:
     model = Outer("")
     model.layers[1][0].weight = model.layers[3][0].weight
-    with pytest.raises(
-        SplitError, match=r"one parameter is needed on 2 ranks: layers\.1\.0\.weight on stage 1, layers\.3"
-    ):
-        plan_split(model, 2, example={"x": torch.ones(2, 3)})
+    return model
 
 
-def test_a_layer_called_twice_on_different_stages_is_refused():
-    class Twice(Outer):
-        def forward(self, x):
-            for layer in (*self.layers, self.layers[0]):
-                x = layer(x)
-            return (x,)
-
-    with pytest.raises(SplitError, match=r"layers.0 is called on stages 0 and 3"):
-        plan_split(Twice(""), 2, example={"x": torch.ones(2, 3)})
+@pytest.mark.parametrize(
+    ("make", "tied"),
+    [
+        (share_across_ranks, {"layers.1.0.weight": (1, 3)}),
+        (lambda: Twice(""), {"layers.0.0.weight": (0, 3), "layers.0.0.bias": (0, 3)}),
+    ],
+    ids=["shared", "called twice"],
+)
+def test_what_layers_on_several_stages_share_is_held_by_each_and_its_gradients_are_summed(make, tied):
+    model, x = make(), torch.randn(2, 3)
+    chain = Chain(model, 2, example={"x": torch.ones(2, 3)})
+    assert chain.plan.tied_stages() == tied
+    chain.step({"x": x}, 1, lambda output, _: output[0].square().sum())
+    model(x)[0].square().sum().backward()
+    found = chain.gradients()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad)
 
 
 def test_what_is_made_from_an_absents_shape_is_known_until_it_is_written():

@@ -1,0 +1,1 @@
+"""Whether every model type of transformers splits: ``python -m tests.coverage`` tries them all."""

@@ -1,0 +1,108 @@
+"""Random inputs for a tiny model: what its forward takes, with padding where it can do with some.
+
+What a model takes cannot be told from its type, so there are several batches to try, and the first that the model runs
+is taken. Those that ask more of the splitter, with padding and images, come first.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.coverage.configs import VOCABULARY
+from tests.coverage.senses import ROWS, image_forms, places_taken, sound_forms, wave_forms
+from tests.coverage.tasks import Task
+
+__all__ = ["batches_for"]
+
+LENGTH = 12
+IGNORED = -100
+_FIRST_WORD = 3  # after pad, begin and end
+_LAST_WORD = VOCABULARY - 20  # before images and the like
+_FORMS = {"image": image_forms, "audio": sound_forms, "wave": wave_forms}
+Batch = dict[str, Any]
+
+
+def batches_for(task: Task, model: nn.Module, dtype: torch.dtype) -> Iterator[Batch]:
+    """Batches to try, the most demanding one first."""
+    generator = torch.Generator().manual_seed(1)
+    takes = set(inspect.signature(model.forward).parameters)
+    for whole in _inputs(task, model, dtype, generator):
+        batch = {name: value for name, value in whole.items() if name in takes or name == "input_ids"}
+        yield batch
+        without_mask = {name: value for name, value in batch.items() if name != "attention_mask"}
+        if len(without_mask) < len(batch):
+            yield {**batch, "attention_mask": torch.ones_like(batch["attention_mask"])}
+            yield without_mask
+
+
+def _inputs(task: Task, model: nn.Module, dtype: torch.dtype, generator: torch.Generator) -> Iterator[Batch]:
+    senses = [sense for sense in task.inputs if sense != "text"]
+    for sense in senses:
+        for form in _FORMS[sense](model, dtype, generator):
+            if "text" in task.inputs:
+                yield from _among_words(task, model, sense, form, generator)
+            elif task.labels == "row":
+                yield {**form, "labels": torch.arange(ROWS) % 2}
+            else:
+                yield {**form, "labels": torch.randint(_FIRST_WORD, 30, (ROWS, 5), generator=generator)}
+    if "text" in task.inputs and not task.needs_senses:
+        yield from _text(task, generator)
+
+
+def _text(task: Task, generator: torch.Generator) -> Iterator[Batch]:
+    ids = torch.randint(_FIRST_WORD, _LAST_WORD, (ROWS, LENGTH), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, -3:] = 0
+    ids = ids * mask
+    if task.labels == "row":
+        labels = torch.arange(ROWS) % 2
+    else:
+        of_two = task.mapping == "TOKEN_CLASSIFICATION"
+        labels = torch.randint(0, 2, ids.shape, generator=generator) if of_two else ids.clone()
+        labels[0, :5] = IGNORED
+        labels[mask == 0] = IGNORED
+    yield {"input_ids": ids, "attention_mask": mask, "labels": labels, **_boxes(ids)}
+
+
+def _boxes(ids: torch.Tensor) -> Batch:
+    """Where on a page each word is, for models of documents."""
+    corner = torch.arange(ids.shape[1]).repeat(ids.shape[0], 1)
+    return {"bbox": torch.stack([corner, corner, corner + 2, corner + 3], dim=-1)}
+
+
+def _among_words(task: Task, model: nn.Module, sense: str, form: Batch, generator: torch.Generator) -> Iterator[Batch]:
+    """Rows of words with one image or sound each, where the model wants its places."""
+    try:
+        places = places_taken(model, form, "audio" if sense == "wave" else sense)
+    except Exception:  # it takes another form
+        return
+    token = _token_of(model.config, sense)
+    ids = torch.randint(_FIRST_WORD, _LAST_WORD, (ROWS, LENGTH + (places or 0)), generator=generator)
+    where = torch.zeros_like(ids, dtype=torch.bool)
+    if places and token is not None:
+        where[:, 2 : 2 + places] = True
+        ids[where] = token
+        for name, at in (("vision_start_token_id", 1), ("vision_end_token_id", 2 + places)):
+            if isinstance(found := getattr(model.config, name, None), int):
+                ids[:, at] = found
+    mask = torch.ones_like(ids)
+    mask[1, -3:] = 0
+    ids = ids * mask
+    labels = torch.where((mask == 0) | (ids >= _LAST_WORD), IGNORED, ids)
+    labels[0, :2] = IGNORED
+    kinds = where.long()
+    batch = {**form, "input_ids": ids, "attention_mask": mask, "labels": labels, **_boxes(ids)}
+    yield {**batch, "mm_token_type_ids": kinds, "token_type_ids": kinds, "images_seq_mask": where}
+    if task.labels == "sequence":
+        yield {**form, "labels": torch.randint(_FIRST_WORD, _LAST_WORD, (ROWS, 7), generator=generator)}
+        yield {**form, "decoder_input_ids": ids[:, :7], "labels": ids[:, :7]}
+
+
+def _token_of(config: Any, sense: str) -> int | None:
+    names = ("image_token_id", "image_token_index") if sense == "image" else ("audio_token_id", "audio_token_index")
+    return next((found for name in names if isinstance(found := getattr(config, name, None), int)), None)

@@ -1,0 +1,117 @@
+"""Random images and sounds in the forms that models take them, and how many places they take among the words."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["image_forms", "places_taken", "sound_forms", "wave_forms"]
+
+ROWS = 2
+
+
+def image_forms(model: nn.Module, dtype: torch.dtype, generator: torch.Generator) -> Iterator[dict[str, torch.Tensor]]:
+    """One image a row: as pixels, as patches with a grid, and as several crops a row."""
+    size = _find(model.config, "image_size", 32)
+    size = size[0] if isinstance(size, (list, tuple)) else size["height"] if isinstance(size, dict) else size
+    patch = _find(model.config, "patch_size", 8)
+    patch = patch if isinstance(patch, int) else patch[0]
+    merge = _find(model.config, "spatial_merge_size", 2)
+    time = _find(model.config, "temporal_patch_size", 1)
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=dtype)
+
+    sizes = torch.tensor([[size, size]] * ROWS)
+    side = 2 * merge
+    grid = torch.tensor([[1, side, side]] * ROWS)
+    flat = noise(ROWS * side * side, 3 * time * patch * patch)
+    yield {"pixel_values": noise(ROWS, 3, size, size), "image_sizes": sizes}
+    yield {"pixel_values": flat, "image_grid_thw": grid}
+    yield {"pixel_values": noise(ROWS, 1, 3, size, size), "image_sizes": sizes}
+    yield {"pixel_values": noise(ROWS, 3, 3, size, size), "image_sizes": sizes}
+    yield {"pixel_values": noise(ROWS, 2, 3, size, size), "image_sizes": sizes}
+    yield {
+        "pixel_values": noise(ROWS, 16, 3 * patch * patch),
+        "spatial_shapes": torch.tensor([[4, 4]] * ROWS),
+        "pixel_attention_mask": torch.ones(ROWS, 16, dtype=torch.long),
+    }
+    yield {
+        "pixel_values": noise(ROWS, 16, 3 * patch * patch),
+        "image_position_ids": torch.cartesian_prod(torch.arange(4), torch.arange(4)).repeat(ROWS, 1, 1),
+    }
+    yield {
+        "flattened_patches": torch.cat(
+            [
+                1 + torch.arange(16).repeat(ROWS, 1)[..., None] // 4,
+                1 + torch.arange(16).repeat(ROWS, 1)[..., None] % 4,
+                noise(ROWS, 16, 3 * patch * patch),
+            ],
+            dim=-1,
+        )
+    }
+
+
+def sound_forms(model: nn.Module, dtype: torch.dtype, generator: torch.Generator) -> Iterator[dict[str, torch.Tensor]]:
+    """Sound as frames of features, in either order, with and without a mask."""
+    config = model.config
+    bins = next(
+        (
+            found
+            for name in ("num_mel_bins", "input_feat_per_channel", "feature_size", "input_dim", "n_mels")
+            if (found := _find(config, name, None)) is not None
+        ),
+        8,
+    )
+    whole = 2 * (_find(config, "max_source_positions", 16) or 16)
+    for length in dict.fromkeys((whole, 64, 32, 128)):
+        frames = torch.randn(ROWS, length, bins, generator=generator, dtype=dtype)
+        mask = torch.ones(ROWS, length, dtype=torch.long)
+        turned = frames.transpose(1, 2).contiguous()
+        yield {"input_features": turned, "feature_attention_mask": mask, "input_features_mask": mask}
+        yield {"input_features": frames, "feature_attention_mask": mask, "input_features_mask": mask.bool()}
+
+
+def wave_forms(model: nn.Module, dtype: torch.dtype, generator: torch.Generator) -> Iterator[dict[str, torch.Tensor]]:
+    """Sound as it is."""
+    for shape in ((ROWS, 800), (ROWS, 1, 800), (ROWS, 4000), (ROWS, 1, 4000)):
+        yield {"input_values": torch.randn(*shape, generator=generator, dtype=dtype)}
+
+
+def places_taken(model: nn.Module, form: dict[str, torch.Tensor], kind: str) -> int | None:
+    """How many places a row's image or sound takes among the words, None where the model has no say in that.
+
+    Raises:
+        Exception: whatever the model makes of a form that is not its own.
+    """
+    features = getattr(model, f"get_{kind}_features", None)
+    if features is None:
+        features = getattr(getattr(model, "model", None), f"get_{kind}_features", None)
+    if features is None:
+        return None
+    takes = inspect.signature(features).parameters
+    with torch.no_grad():
+        found = features(**{name: value for name, value in form.items() if name in takes})
+    if hasattr(found, "pooler_output"):
+        found = found.pooler_output if found.pooler_output is not None else found.last_hidden_state
+    while isinstance(found, tuple) and found and not isinstance(found[0], torch.Tensor):
+        found = found[0]
+    tensors = list(found) if isinstance(found, (list, tuple)) else [found]
+    if len({tensor.shape[-1] for tensor in tensors}) > 1:
+        tensors = tensors[:1]
+    return sum(tensor.shape[:-1].numel() for tensor in tensors) // ROWS
+
+
+def _find(config: Any, name: str, default: Any) -> Any:
+    """A field of the config or of one of those it holds, the first that has it."""
+    inner = [value for value in vars(config).values() if hasattr(value, "to_dict")]
+    ordered = sorted(inner, key=lambda each: "text" in type(each).__name__.lower())
+    for each in (*ordered, config):
+        found = getattr(each, name, None)
+        if found is not None:
+            return found
+    return next((found for each in ordered if (found := _find(each, name, None)) is not None), default)
