@@ -19,15 +19,13 @@ from __future__ import annotations
 import sys
 from collections import UserDict
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 
 from pipelining_dualpipev._torch import pytree
-from pipelining_dualpipev.errors import SplitError
 
-__all__ = ["Change", "Computed", "Constant", "Description", "HandedThrough", "Snapshot", "refuse_in_autograd_function"]
+__all__ = ["Change", "Computed", "Constant", "Description", "HandedThrough", "Snapshot"]
 
 
 class Computed(NamedTuple):
@@ -123,28 +121,6 @@ def _collector() -> dict[str, list[Any]]:
     capturing = sys.modules.get("transformers.utils.output_capturing")  # a model of transformers has loaded it
     active = capturing._active_collector.get() if capturing is not None else None
     return {key: values for key, values in (active or {}).items() if isinstance(values, list)}
-
-
-def refuse_in_autograd_function(fqn: str) -> None:
-    """Raise if a unit is called in the forward of an autograd function of the model's own.
-
-    There no graph is recorded: the function's backward computes the gradients itself, which a stage never comes to that
-    leaves the forward in the middle. All its gradients would be lacking.
-
-    Raises:
-        SplitError: naming the function.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        context = next(iter(frame.f_locals.values()), None) if frame.f_code.co_name == "forward" else None
-        if isinstance(context, torch.autograd.function.FunctionCtx):
-            name = type(context).__name__.removesuffix("Backward")
-            raise SplitError(
-                f"{fqn} is called inside of an autograd function, {name}, which computes the gradients of many layers "
-                "by itself, as reversible stacks do: it cannot be cut. Train the model with data parallelism, or (if "
-                "it is a checkpoint's) set use_reentrant=False"
-            )
-        frame = frame.f_back
 
 
 def _has_tensor(value: Any) -> bool:

@@ -34,19 +34,11 @@ from pipelining_dualpipev._torch import pytree, replace_call
 from pipelining_dualpipev.errors import SplitError
 from pipelining_dualpipev.models.absent import Absent, Demand, Root, pretending, recording, tensors_in
 from pipelining_dualpipev.models.assign import Assignment, assign
-from pipelining_dualpipev.models.calls import (
-    Computed,
-    Constant,
-    Description,
-    HandedThrough,
-    Leaf,
-    Snapshot,
-    refuse_in_autograd_function,
-)
+from pipelining_dualpipev.models.calls import Computed, Constant, Description, HandedThrough, Leaf, Snapshot
 from pipelining_dualpipev.models.deal import Balance
 from pipelining_dualpipev.models.loss import LABELS, NUM_ITEMS, LossPlan, LossWatch, marked_labels
 from pipelining_dualpipev.models.numbers import AbsentNumbers
-from pipelining_dualpipev.models.surgery import make_parameters_absent, names_of_parameters
+from pipelining_dualpipev.models.surgery import make_parameters_absent, names_of_parameters, refuse_in_autograd_function
 from pipelining_dualpipev.models.units import Units, find_units
 
 __all__ = ["Event", "SplitPlan", "make_plan"]

@@ -100,9 +100,9 @@ def _that_runs(task: str, model_type: str) -> tuple[nn.Module, dict[str, Any], t
         for batch in batches_for(TASKS[task], model, dtype):
             try:
                 output = model(**batch)
-                loss = TASKS[task].loss_of(output, batch)
-                loss.backward()
-                _refuse_not_finite(model, loss)
+                TASKS[task].loss_of(output, batch).backward()
+                if not all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None):
+                    raise ValueError("the model's own gradients are not finite")
             except Exception as error:
                 first = first or error
                 continue
@@ -112,15 +112,6 @@ def _that_runs(task: str, model_type: str) -> tuple[nn.Module, dict[str, Any], t
             return build(task, model_type, dtype), batch, dtype
     assert first is not None
     raise first
-
-
-def _refuse_not_finite(model: nn.Module, loss: torch.Tensor) -> None:
-    """Raise if a batch's gradients are not to be compared, as of rows of which a model masks all."""
-    if not loss.isfinite():
-        raise ValueError("the model's own loss is not finite")
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None and not parameter.grad.isfinite().all():
-            raise ValueError(f"the model's own gradient of {name} is not finite")
 
 
 def _compare(result: Result, model: nn.Module, batch: dict[str, Any]) -> Result:

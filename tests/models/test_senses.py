@@ -176,6 +176,6 @@ def test_a_reversible_stack_is_refused_with_the_reason():
         is_decoder=True,
     )
     model = hf.ReformerModelWithLMHead._from_config(config)
-    told = "is called inside of an autograd function, _ReversibleFunction, which .* it cannot be cut"
+    told = r"is called by an autograd function \(_ReversibleFunction\), which .* so it cannot be split"
     with pytest.raises(SplitError, match=told):
         plan_split(model, 2, example=batch_for("llama", 2))
