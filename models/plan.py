@@ -39,7 +39,7 @@ from pipelining_dualpipev.models.deal import Balance
 from pipelining_dualpipev.models.loss import LABELS, NUM_ITEMS, LossPlan, LossWatch, marked_labels
 from pipelining_dualpipev.models.numbers import AbsentNumbers
 from pipelining_dualpipev.models.roots import Demand, Root, pretending, recording
-from pipelining_dualpipev.models.surgery import make_parameters_absent, names_of_parameters
+from pipelining_dualpipev.models.surgery import make_parameters_absent, names_of_parameters, refuse_in_autograd_function
 from pipelining_dualpipev.models.units import Units, find_units
 
 __all__ = ["Event", "SplitPlan", "make_plan"]
@@ -243,6 +243,7 @@ class _DryRun:
 
     def _record(self, fqn: str, is_layer: bool, own: set[str], call: Callable[..., Any]) -> Callable[..., Any]:
         def recorded(*args: Any, **kwargs: Any) -> Any:
+            refuse_in_autograd_function(fqn)
             event = Event(fqn, len(self.events), is_layer)
             self.events.append(event)
             recording.events = len(self.events)

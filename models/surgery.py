@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import FunctionCtx
 
 from pipelining_dualpipev._torch import has_hooks
 from pipelining_dualpipev.errors import SplitError
@@ -22,6 +24,7 @@ __all__ = [
     "make_parameters_absent",
     "make_skeleton",
     "names_of_parameters",
+    "refuse_in_autograd_function",
     "refuse_hooks_on_glue",
     "set_absent",
     "set_parameter",
@@ -147,3 +150,25 @@ def refuse_hooks_on_glue(glue: Mapping[str, nn.Module]) -> None:
                 "stage and ends early on most: register hooks, or what brings them like fully_shard, on layers, or on "
                 "the stages after the split"
             )
+
+
+def refuse_in_autograd_function(unit: str) -> None:
+    """Raise if the caller is called, however deep, from the forward of an autograd function.
+
+    Such a function computes the gradients of what it calls by itself, as the stacks of reversible layers do, and does
+    not know that another stage computes a part: these gradients would be lost without a word.
+
+    Raises:
+        SplitError: naming the unit and the function.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        arguments = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+        first = frame.f_locals.get(arguments[0]) if arguments else None
+        if isinstance(first, FunctionCtx) and frame.f_code.co_name == "forward":
+            raise SplitError(
+                f"{unit} is called by an autograd function ({type(first).__name__.removesuffix('Backward')}), which "
+                "computes its gradients by itself, over all layers at once, so it cannot be split: train the model "
+                "unsplit, or let its forward call the layers directly (and checkpoint them with use_reentrant=False)"
+            )
+        frame = frame.f_back  # type: ignore[assignment]

@@ -22,6 +22,7 @@ __all__ = ["batches_for"]
 LENGTH = 12
 IGNORED = -100
 _FIRST_WORD = 3  # after pad, begin and end
+_END = 2
 _LAST_WORD = VOCABULARY - 20  # before images and the like
 _FORMS = {"image": image_forms, "audio": sound_forms, "wave": wave_forms}
 Batch = dict[str, Any]
@@ -60,6 +61,7 @@ def _text(task: Task, generator: torch.Generator) -> Iterator[Batch]:
     mask[1, -3:] = 0
     ids = ids * mask
     if task.labels == "row":
+        ids[0, -1] = ids[1, -4] = _END  # some classify by it
         labels = torch.arange(ROWS) % 2
     else:
         of_two = task.mapping == "TOKEN_CLASSIFICATION"

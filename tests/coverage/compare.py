@@ -101,6 +101,8 @@ def _that_runs(task: str, model_type: str) -> tuple[nn.Module, dict[str, Any], t
             try:
                 output = model(**batch)
                 TASKS[task].loss_of(output, batch).backward()
+                if not all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None):
+                    raise ValueError("the model's own gradients are not finite")
             except Exception as error:
                 first = first or error
                 continue
@@ -113,7 +115,7 @@ def _that_runs(task: str, model_type: str) -> tuple[nn.Module, dict[str, Any], t
 
 
 def _compare(result: Result, model: nn.Module, batch: dict[str, Any]) -> Result:
-    loss_fn = None
+    loss_fn = None if "labels" in batch else TASKS[result.task].loss_of_outputs
     try:
         chain = Chain(model, NUM_RANKS, batch)
     except SplitError as error:

@@ -124,7 +124,7 @@ def _fields(config_class: type[PretrainedConfig]) -> dict[str, Any]:
     for name, parameter in inspect.signature(config_class.__init__).parameters.items():
         if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             fields[name] = None if parameter.default is parameter.empty else parameter.default
-    for generic in ("bos_token_id", "eos_token_id", "pad_token_id"):
+    for generic in ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"):
         fields.setdefault(generic, None)
     return fields
 

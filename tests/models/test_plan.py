@@ -276,6 +276,27 @@ def test_what_layers_on_several_stages_share_is_held_by_each_and_its_gradients_a
         torch.testing.assert_close(found[name], parameter.grad)
 
 
+class Reversible(Outer):
+    class _Stack(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, model):
+            for layer in model.layers:
+                x = layer(x)
+            return x
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise NotImplementedError
+
+    def forward(self, x):
+        return (self._Stack.apply(x, self),)
+
+
+def test_layers_whose_gradients_an_autograd_function_computes_are_refused_rather_than_lost():
+    with pytest.raises(SplitError, match=r"layers\.0 is called by an autograd function \(_Stack\), which computes"):
+        plan_split(Reversible(""), 2, example={"x": torch.ones(2, 3)})
+
+
 def test_what_is_made_from_an_absents_shape_is_known_until_it_is_written():
     absent = Absent.like(torch.empty(2, 3), "cpu", Root("input", "x"))
     known = torch.ones_like(absent)

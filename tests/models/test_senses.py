@@ -160,3 +160,23 @@ def test_a_ctc_loss_of_microbatches_is_that_of_the_batch(reduction, over):
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             torch.testing.assert_close(found[name], parameter.grad, rtol=1e-6, atol=1e-9)
+
+
+def test_a_reversible_stack_is_refused_with_the_reason():
+    """Reformer's layers run in an autograd function, whose backward no stage would come to: gradients would be lost."""
+    config = hf.ReformerConfig(
+        vocab_size=37,
+        hidden_size=16,
+        feed_forward_size=24,
+        num_attention_heads=2,
+        attention_head_size=8,
+        attn_layers=["local"] * 4,
+        local_attn_chunk_length=5,
+        axial_pos_embds=False,
+        max_position_embeddings=32,
+        is_decoder=True,
+    )
+    model = hf.ReformerModelWithLMHead._from_config(config)
+    told = r"is called by an autograd function \(_ReversibleFunction\), which .* so it cannot be split"
+    with pytest.raises(SplitError, match=told):
+        plan_split(model, 2, example=batch_for("llama", 2))
