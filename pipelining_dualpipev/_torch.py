@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -30,6 +31,8 @@ __all__ = [
     "TorchDispatchMode",
     "TorchSchedule",
     "WrapperTensor",
+    "compile_apart",
+    "compiled_call",
     "gloo_group_beside",
     "grouped_mm",
     "has_comm_hook",
@@ -336,6 +339,39 @@ def is_compiled(module: torch.nn.Module) -> bool:
     dynamo = sys.modules.get("torch._dynamo")  # slow to import, and there is nothing compiled without it
     wrapped = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
     return wrapped or module._compiled_call_impl is not None
+
+
+@dataclass
+class _Apart:
+    """A compiler that is no other's equal, so that dynamo finds no code for it that another has compiled."""
+
+    compile: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.compile(*args, **kwargs)
+
+
+def compiled_call(module: torch.nn.Module) -> Callable[..., Any]:
+    """What a call of a compiled module runs."""
+    return module._compiled_call_impl or vars(module)["forward"]
+
+
+def compile_apart(module: torch.nn.Module) -> tuple[str, Callable[..., Any]] | None:
+    """Compile what a call of a compiled module runs once more, with the same compiler and options.
+
+    Returns:
+        The name of the module's attribute that this is to take the place of, and itself. None if torch has changed.
+    """
+    from torch._dynamo.eval_frame import innermost_backend
+
+    name = "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
+    compiled: Any = compiled_call(module)
+    try:
+        how = compiled.__closure__[compiled.__code__.co_freevars.index("self")].cell_contents
+        runs, options = compiled._torchdynamo_orig_callable, {"fullgraph": how.fullgraph, "dynamic": how._dynamic}
+        return name, torch.compile(runs, backend=_Apart(innermost_backend(how.callback)), **options)
+    except (AttributeError, TypeError, ValueError):
+        return None
 
 
 def is_profiling() -> bool:

@@ -29,7 +29,7 @@ from torch.nn import functional
 
 from pipelining_dualpipev._torch import as_no_view, grouped_mm, has_gradient_hooks, is_transforming, storage_of
 
-__all__ = ["Note", "Operand", "accumulate", "find_operand", "linear", "operation_of"]
+__all__ = ["Note", "Operand", "accumulate", "cast", "find_operand", "linear", "operation_of"]
 
 
 class Operand(NamedTuple):
@@ -51,6 +51,11 @@ class Operand(NamedTuple):
     def is_column_major(self) -> bool:
         """As autograd asks it of a weight, to choose which of two equal products gives the gradient."""
         return self.stride[-2] == 1 and self.stride[-1] == self.size[-2]
+
+    def as_right(self) -> Operand:
+        """The same of a weight [out, in], which is multiplied by transposed."""
+        size, stride = self.size, self.stride
+        return self._replace(size=torch.Size((size[1], size[0])), stride=(stride[1], stride[0]))
 
     def fit(self, gradient: torch.Tensor) -> torch.Tensor | None:
         """The operand's gradient as the parameter's, if the operand is all of it; None for a real window."""
@@ -243,12 +248,11 @@ def linear(call: _Call, operand: Operand, note: Callable[[Note], None], anchor: 
     if call.offsets is not None:
         return _Grouped.apply(call.x, anchor, weight, call.offsets, operand, note)
     if call.is_linear:
-        size, stride = operand.size, operand.stride
-        operand = operand._replace(size=torch.Size((size[1], size[0])), stride=(stride[1], stride[0]))
+        operand = operand.as_right()
     return _Product.apply(call.x, anchor, call.bias, weight, call.is_linear, operand, note)
 
 
-def _cast(tensor: torch.Tensor) -> torch.Tensor:
+def cast(tensor: torch.Tensor) -> torch.Tensor:
     """What autocast, if it is on, makes of an operand."""
     kind = tensor.device.type
     if not torch.is_autocast_enabled(kind) or tensor.dtype is torch.float64:
@@ -265,7 +269,7 @@ class _Product(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.x_dtype, ctx.is_linear, ctx.operand, ctx.note = x.dtype, is_linear, operand, note
-        x, weight, bias = _cast(x), _cast(weight), None if bias is None else _cast(bias)
+        x, weight, bias = cast(x), cast(weight), None if bias is None else cast(bias)
         ctx.save_for_backward(x, weight)
         if is_linear:
             product = functional.linear(x, weight, bias)

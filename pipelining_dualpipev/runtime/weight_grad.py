@@ -11,13 +11,12 @@ to begin with, in its forward::
 
 While either context lasts, and no longer, modules that own a matrix have a ``forward`` of their own: an ``nn.Linear``
 calls the operation at once, any other module has its operations looked at, one by one (`runtime.deferred`). What is
-not recognised there is done in I. Checkpointed layers, which run again in I, do as in their forward. A microbatch with
-a full backward (B) runs the module as it is.
+not recognised there is done in I. Checkpointed layers, which run again in I, do as in their forward. Compiled modules
+run other compiled code meanwhile (`runtime.compiled`). A microbatch with a full backward (B) runs the module as it is.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
@@ -29,7 +28,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from pipelining_dualpipev._torch import is_compiled, saving_hooks
+from pipelining_dualpipev._torch import saving_hooks
+from pipelining_dualpipev.runtime.compiled import CompiledParts, Swap
 from pipelining_dualpipev.runtime.deferred import Note, accumulate, find_operand, linear, operation_of
 
 __all__ = ["AtOperations", "FromBuilder", "WeightGradients"]
@@ -94,30 +94,29 @@ class AtOperations:
 
     def __init__(self, module: nn.Module, *, sharded: bool = False) -> None:
         self._module, self._sharded = module, sharded
-        self._forwards: dict[nn.Module, Callable[..., Any]] | None = None
+        self._swaps: list[Swap] = []
         self._parameters: frozenset[nn.Parameter] = frozenset()
         self._notes: list[Note] | None = None
         self._deferred: set[nn.Parameter] = set()
-        self._warned = False
         self._anchor = torch.empty(0, requires_grad=True)
+        self._compiled = CompiledParts(module, self._note)
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
         """See `WeightGradients.deferring`."""
-        if self._forwards is None:
-            self._forwards = self._find_forwards()
-        # By way of the dict: nothing of nn.Module's own bookkeeping needs to know, and the cost is nil.
-        before = [(module, vars(module).get("forward")) for module in self._forwards]
+        swaps = self._swaps = self._swaps or self._find_swaps()
+        before = [vars(module).get(name) for module, name, _ in swaps]
         try:
-            for module, forward in self._forwards.items():
-                vars(module)["forward"] = forward
+            # By way of the dict: nothing of nn.Module's own bookkeeping needs to know, and the cost is nil.
+            for module, name, value in swaps:
+                vars(module)[name] = value
             yield
         finally:
-            for module, own in before:
+            for (module, name, _), own in zip(swaps, before, strict=True):
                 if own is None:
-                    vars(module).pop("forward", None)
+                    vars(module).pop(name, None)
                 else:
-                    vars(module)["forward"] = own
+                    vars(module)[name] = own
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
@@ -138,7 +137,7 @@ class AtOperations:
 
     def forget(self) -> None:
         """See `WeightGradients.forget`. Modules may have been exchanged between steps, so they are looked up again."""
-        self._notes = self._forwards = None
+        self._notes, self._swaps = None, []
 
     def explain(self) -> str:
         """See `WeightGradients.explain`. Counted from what has run, not guessed from the modules."""
@@ -165,23 +164,15 @@ class AtOperations:
 
     # ---------------------------------------------------------------------------------------------------- the modules
 
-    def _find_forwards(self) -> dict[nn.Module, Callable[..., Any]]:
+    def _find_swaps(self) -> list[Swap]:
         self._parameters = frozenset(self._module.parameters())
-        compiled = {inner for module in self._module.modules() if is_compiled(module) for inner in module.modules()}
-        if any(map(_owns_matrix, compiled)) and not self._warned:
-            self._warned = True
-            warnings.warn(
-                "compiled modules run their whole backward in I: their weight gradients are not put off to W. "
-                "Schedule with zb=0, or leave those modules uncompiled",
-                stacklevel=2,
-            )
-        found: dict[nn.Module, Callable[..., Any]] = {}
+        compiled, swaps = self._compiled.find_swaps(frozenset() if self._sharded else self._parameters)
         for module in self._module.modules():
             if module in compiled or not _owns_matrix(module) or isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
                 continue
             is_linear = type(module).forward is nn.Linear.forward and "forward" not in vars(module)
-            found[module] = self._as_linear(module) if is_linear else self._as_watched(module)
-        return found
+            swaps.append(Swap(module, "forward", self._as_linear(module) if is_linear else self._as_watched(module)))
+        return swaps
 
     def _as_linear(self, module: nn.Module) -> Callable[..., Any]:
         right = module.forward
@@ -209,7 +200,6 @@ class AtOperations:
         operand = None if call is None else find_operand(call.weight, None if self._sharded else self._parameters)
         if call is None or operand is None:
             return None
-        self._deferred.add(operand.parameter)
         return linear(call, operand, self._note, self._anchor)
 
     def _note(self, note: Note) -> None:
@@ -219,6 +209,7 @@ class AtOperations:
                 "that are put off cannot be told from those that were not asked for: schedule with zb=0"
             )
         self._notes.append(note)
+        self._deferred.add(note.operand.parameter)
 
 
 def _owns_matrix(module: nn.Module) -> bool:
@@ -238,5 +229,7 @@ class _Watching(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():  # a compiled layer inside, see `runtime.compiled`
+            return func(*args, **kwargs)
         output = self._defer(func, args, kwargs) if saving_hooks() == self._hooks else None
         return func(*args, **kwargs) if output is None else output

@@ -367,21 +367,6 @@ def test_a_gradient_taken_in_the_middle_of_a_forward_is_refused():
         torch.autograd.grad(block(x).sum(), x)
 
 
-# Dynamo looks at the .grad of what it is given, and reports the warning about that as an error.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_compiled_layers_run_their_whole_backward_in_i_and_a_warning_says_so():
-    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), torch.compile(nn.Linear(4, 4), backend="eager")).double()
-    module[1].compile(backend="eager")
-    plain, deferred, x = copy.deepcopy(module), AtOperations(module), torch.randn(5, 4, dtype=torch.float64)
-    plain(x).square().sum().backward()
-    with pytest.warns(UserWarning, match="compiled modules run their whole backward in I") as warned:
-        work = split_backward(deferred, lambda: module(x).square().sum())
-    assert len(warned) == 1
-    assert [p.grad is None for p in module.parameters()] == [True, False, False, False, False, False]
-    work()
-    assert_same_gradients(module, plain)
-
-
 class FailsOnce(torch.autograd.Function):
     fails = False
 
