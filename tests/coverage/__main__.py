@@ -26,22 +26,19 @@ def main(arguments: list[str] | None = None, *, check: Check = check) -> int:
     options = parser.parse_args(arguments)
     if options.out and options.types:
         parser.error("--types with --out: a section of the page is written whole, so leave one of them out")
-    pairs = [
-        (task, model_type)
-        for task in options.tasks
-        for model_type in TASKS[task].classes
-        if options.types is None or model_type in options.types
-    ]
-    results = []
-    for result in check_all(pairs, check=check, jobs=options.jobs, timeout=options.timeout):
-        results.append(result)
-        print(_line(result), flush=True)
-    was_exact = exact_on_page(options.out) if options.out else set()
-    failed = [result for result in results if _fails(result, was_exact)]
-    if options.out:
-        write_page(options.out, results)
+    failed = []
     for task in options.tasks:
-        print(f"{task}: {summary([result for result in results if result.task == task])}")
+        types = [name for name in TASKS[task].classes if options.types is None or name in options.types]
+        results = []
+        pairs = [(task, name) for name in types]
+        for result in check_all(pairs, check=check, jobs=options.jobs, timeout=options.timeout):
+            results.append(result)
+            print(_line(result), flush=True)
+        was_exact = exact_on_page(options.out) if options.out else set()
+        failed += [result for result in results if _fails(result, was_exact)]
+        if options.out:  # as soon as there is something to write, since the whole takes long
+            write_page(options.out, results)
+        print(f"{task}: {summary(results)}")
     for result in failed:
         print(f"FAILED {result.task} {result.model_type}: {result.verdict}: {result.reason}")
     return 1 if failed else 0

@@ -13,6 +13,13 @@ _ALL_HEADS = {"num_key_value_heads": 4}  # latent attention has no groups of hea
 _ALTERNATING = ["sliding_attention", "full_attention"] * 3
 _SHARED_KEYS = {"num_kv_shared_layers": 2, "layer_types": _ALTERNATING}
 _PYRAMID = {"embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4, "patch_size": 4}
+
+
+def _sections(*sizes: int) -> dict[str, Any]:
+    """Of rotary positions in time, height and width."""
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(sizes)}}
+
+
 _SMALL_CONV = {
     "conv_dim": [16, 16],
     "conv_stride": [4, 4],
@@ -41,6 +48,12 @@ TWEAKS: dict[str, dict[str, Any]] = {
     ),
     **dict.fromkeys(["gemma4_text", "gemma4_unified_text"], _SHARED_KEYS),
     "gemma3n_text": {**_SHARED_KEYS, "activation_sparsity_pattern": None},
+    **dict.fromkeys(["esmc", "mistral4"], _ALL_HEADS),
+    **dict.fromkeys(
+        ["qwen2_vl_text", "qwen2_5_vl_text", "glm4v_text", "glm46v_text", "glm_ocr_text", "glmga_text"],
+        _sections(1, 1, 2),
+    ),
+    "glm4v_moe_text": _sections(0, 1, 1),
     "bailing_hybrid": {
         **_ALL_HEADS,
         "n_group": 1,
@@ -135,7 +148,17 @@ TWEAKS: dict[str, dict[str, Any]] = {
         "share_att_key": True,
     },
     "funnel": {"block_sizes": [2, 2, 2], "d_inner": 48},
+    "luke": {"entity_vocab_size": 20, "entity_emb_size": 16},
+    "perceiver": {
+        "num_latents": 8,
+        "d_latents": 32,
+        "num_self_attends_per_block": 6,
+        "num_self_attention_heads": 4,
+        "num_cross_attention_heads": 4,
+    },
     # images
+    "bit": {"embedding_size": 16, "hidden_sizes": [32, 64], "depths": [3, 3], "num_groups": 4},
+    "regnet": {"embedding_size": 16, "hidden_sizes": [32, 64], "depths": [3, 3], "groups_width": 16},
     "swin": _PYRAMID,
     "swinv2": _PYRAMID,
     "donut-swin": _PYRAMID,
