@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -19,8 +21,10 @@ from pipelining_dualpipev.testing import (
     orders,
     stage_stacks,
 )
+from pipelining_dualpipev.testing.cluster import Chooser
 from pipelining_dualpipev.testing.step import LocalPipeline
 from pipelining_dualpipev.testing.strategies import FAULTS, Mutant, OrderCase
+from tests.parallel import on_all_cores
 from tests.profiles import examples
 
 TRANSPORTS = st.sampled_from(["buffered", "rendezvous", "streams"])
@@ -45,13 +49,24 @@ def test_a_lawful_order_trains_any_stack_as_if_it_was_not_cut(case, transport, c
 
 
 @pytest.mark.slow
-@given(orders(), TRANSPORTS, choosers(), st.data())
-@settings(max_examples=examples(1000), suppress_health_check=RELAXED)
-def test_two_thousand_drawn_training_steps(case, transport, chooser, data):
-    stack = data.draw(stage_stacks(case.placement))
-    check_training_step(
-        case.order, case.n_microbatches, placement=case.placement, stack=stack, chooser=chooser, transport=transport
-    )
+def test_two_thousand_drawn_training_steps():
+    numbers = range(4) if settings.default.derandomize else random.sample(range(2**32), 4)
+    on_all_cores(train_drawn_orders, numbers)
+
+
+def train_drawn_orders(number: int) -> None:
+    """A fourth of them, drawn with this number; two steps each."""
+
+    @seed(number)
+    @given(orders(), TRANSPORTS, choosers(), st.data())
+    @settings(max_examples=examples(250), deadline=None, database=None, print_blob=True, suppress_health_check=RELAXED)
+    def train(case: OrderCase, transport: str, chooser: Chooser, data: st.DataObject) -> None:
+        stack = data.draw(stage_stacks(case.placement))
+        check_training_step(
+            case.order, case.n_microbatches, placement=case.placement, stack=stack, chooser=chooser, transport=transport
+        )
+
+    train()
 
 
 def broken_law(mutant: Mutant, case: OrderCase) -> str | None:
