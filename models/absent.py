@@ -19,8 +19,7 @@ not matter then, a value that is not there is *pretended*.
 from __future__ import annotations
 
 import threading
-from collections import UserDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -29,7 +28,7 @@ import torch
 from pipelining_dualpipev._torch import GROUPED_MM, WrapperTensor, pytree, storage_of, writes_in_place
 from pipelining_dualpipev.errors import SplitError
 
-__all__ = ["Absent", "Demand", "Root", "pretending", "recording", "tensors_in", "told", "without_known"]
+__all__ = ["Absent", "Demand", "Root", "pretending", "recording", "refuse_spoiled", "tensors_in", "told"]
 
 aten = torch.ops.aten
 
@@ -66,7 +65,8 @@ class _Recording(threading.local):
 
     dry_run = False
     pretends = False
-    used: set[Root] | None = None  # in a unit: roots of whatever operations have taken
+    unit = ""  # whose call is running, by name
+    used: set[Root] | None = None  # in a unit: roots of whatever operations have taken; another set in each call
     demands: list[Demand] | None = None  # of glue
     events = 0  # how many units have been called so far
     writes_in_place = False  # into something that a unit gave
@@ -95,12 +95,17 @@ class _Memory:
         roots: where the data comes from.
         known: whether the tensors that share this hold their data.
         given: whether a unit gave it, so that writing into it would write into what a stage receives.
+        maker: the call of a unit in which it was made (its ``recording.used``); None outside of one.
+        spoiled: in the dry run, the call and the name of a unit that has written into it, though it was made outside of
+            that call and given by no unit: what other stages have in its place knows nothing of that.
     """
 
-    __slots__ = ("given", "known", "roots")
+    __slots__ = ("given", "known", "maker", "roots", "spoiled")
 
     def __init__(self, roots: frozenset[Root], known: bool) -> None:
         self.roots, self.known, self.given = roots, known, False
+        self.maker = recording.used
+        self.spoiled: tuple[set[Root] | None, str] | None = None
 
 
 class Absent(WrapperTensor):
@@ -135,7 +140,9 @@ class Absent(WrapperTensor):
     @classmethod
     def like(cls, tensor: torch.Tensor, device: torch.device | str, root: Root) -> Absent:
         """What stands for ``tensor`` where it is not."""
-        return cls(torch.empty_like(tensor, device="meta"), device, frozenset({root}))
+        # empty_like is written in Python for meta, and 50 times slower.
+        meta = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+        return cls(meta, device, frozenset({root}))
 
     @property
     def roots(self) -> frozenset[Root]:
@@ -169,6 +176,7 @@ class Absent(WrapperTensor):
             return _read(args[0], torch.ones((), dtype=args[0].dtype)).item()
         operands = [x for x in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(x, torch.Tensor)]
         absent = [x for x in operands if isinstance(x, Absent)]
+        refuse_spoiled(absent)
         device = kwargs.get("device") or absent[0].device
         if func in _SHAPE_ONLY:
             return _from_shape(func, args, kwargs, device)
@@ -205,6 +213,21 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     return [x for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 
+def refuse_spoiled(tensors: Iterable[torch.Tensor]) -> None:
+    """Raise if one of them is used though a unit has written into it where others cannot follow.
+
+    Raises:
+        SplitError: naming the unit.
+    """
+    for tensor in tensors:
+        spoiled = tensor.memory.spoiled if isinstance(tensor, Absent) else None
+        if spoiled is not None and spoiled[0] is not recording.used:
+            raise SplitError(
+                f"{spoiled[1]} writes in place into a tensor of shape {list(tensor.shape)} that it was given and that "
+                "is used afterwards, where other stages would not see it: let it return what it computes"
+            )
+
+
 def told(roots: frozenset[Root] | set[Root]) -> str:
     """A few roots in words."""
     words = sorted(map(str, roots))
@@ -212,34 +235,15 @@ def told(roots: frozenset[Root] | set[Root]) -> str:
 
 
 @contextmanager
-def pretending() -> Iterator[set[Root]]:
+def pretending(unit: str) -> Iterator[set[Root]]:
     """In the dry run, inside a unit: values may be pretended; yields what becomes the roots that the unit has used."""
-    before = recording.pretends, recording.used
+    before = recording.pretends, recording.used, recording.unit
     used: set[Root] = set()
-    recording.pretends, recording.used = True, used
+    recording.pretends, recording.used, recording.unit = True, used, unit
     try:
         yield used
     finally:
-        recording.pretends, recording.used = before
-
-
-def without_known(tree: Any) -> Any:
-    """Real tensors in place of Absents whose data is known: what a unit that is really called is given.
-
-    Dicts and lists stay the same objects, since a unit may write into them for others to read.
-    """
-    if isinstance(tree, Absent):
-        return tree if tree.value is None else tree.value
-    if isinstance(tree, (dict, UserDict, list)):
-        for key, inner in list(enumerate(tree) if isinstance(tree, list) else tree.items()):
-            known = without_known(inner)
-            if known is not inner:
-                tree[key] = known
-    elif isinstance(tree, tuple):
-        known_too = [without_known(inner) for inner in tree]
-        if any(now is not before for now, before in zip(known_too, tree, strict=True)):
-            return type(tree)(*known_too) if hasattr(tree, "_fields") else tuple(known_too)
-    return tree
+        recording.pretends, recording.used, recording.unit = before
 
 
 def _read(tensor: Absent, pretended: torch.Tensor) -> torch.Tensor:
@@ -261,9 +265,12 @@ def _read(tensor: Absent, pretended: torch.Tensor) -> torch.Tensor:
 def _note_write(target: Any, roots: frozenset[Root], known: bool) -> None:
     """Something is written in place: into an Absent, all of whose views are then written; or into a real tensor."""
     if isinstance(target, Absent):
-        recording.writes_in_place |= recording.dry_run and target.memory.given
-        target.memory.roots |= roots
-        target.memory.known &= known
+        memory = target.memory
+        recording.writes_in_place |= recording.dry_run and memory.given
+        if recording.pretends and not memory.given and memory.maker is not recording.used:
+            memory.spoiled = recording.used, recording.unit
+        memory.roots |= roots
+        memory.known &= known
     elif recording.pretends:
         pass  # within a unit, whose outcome does not matter in the dry run
     elif recording.demands is not None:

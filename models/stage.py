@@ -27,8 +27,17 @@ from torch import nn
 
 from pipelining_dualpipev._torch import is_view, on_conversion, pytree, replace_call
 from pipelining_dualpipev.errors import SplitError
-from pipelining_dualpipev.models.absent import Absent, Root, tensors_in, told, without_known
-from pipelining_dualpipev.models.calls import PLAIN, Computed, Constant, Description, HandedThrough, Leaf, Snapshot
+from pipelining_dualpipev.models.absent import Absent, Root, tensors_in, told
+from pipelining_dualpipev.models.calls import (
+    PLAIN,
+    Computed,
+    Constant,
+    Description,
+    HandedThrough,
+    Leaf,
+    Snapshot,
+    without_known,
+)
 from pipelining_dualpipev.models.loss import LABELS, NUM_ITEMS, LossFunction
 from pipelining_dualpipev.models.plan import Event, SplitPlan, accepts
 from pipelining_dualpipev.models.shapes import Plans, decode, encode, signature_of

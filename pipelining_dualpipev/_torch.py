@@ -44,6 +44,7 @@ __all__ = [
     "to_torch_order",
     "torch_order",
     "torch_programs",
+    "version_of",
     "writes_in_place",
 ]
 
@@ -254,6 +255,11 @@ def storage_of(tensor: torch.Tensor) -> int:
 def is_view(tensor: torch.Tensor) -> bool:
     """Whether autograd knows the tensor as a view of another."""
     return tensor._is_view()
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often the tensor, or one that shares its memory, has been written in place; -1 if nobody counts."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def writes_in_place(operation: Any) -> bool:
