@@ -80,7 +80,7 @@ def options(name: str) -> str:
 PICTURES: dict[str, Callable[[], str]] = {
     "time": time,
     "steps": steps,
-    **{f"{name}-options": partial(options, name) for name in ("train", "verify", "show", "check", "simulate")},
+    **{f"{name}-options": partial(options, name) for name in ("train", "verify", "plan", "show", "check", "simulate")},
 }
 
 

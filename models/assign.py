@@ -1,8 +1,8 @@
 """Dealing the events of a dry run out to the stages (step 3 and 4 of `models.plan`).
 
-Layers are dealt out evenly, in the order of their calls. What comes before the first one runs on the first stage, what
-comes after the last one on the last, what comes between with the layers before it. There are two reasons to move an
-event further up than that:
+Layers are dealt out in the order of their calls (`models.deal`). What comes before the first one runs on the first
+stage, what comes after the last one on the last, what comes between with the layers before it. There are two reasons to
+move an event further up than that:
 
 * its unit has been called before, or shares its parameters with a unit that has been (an encoder-decoder's second
   embedding): then it runs there, if what it uses is there already, and only its result travels;
@@ -14,16 +14,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from pipelining_dualpipev.errors import SplitError
 from pipelining_dualpipev.models.absent import Demand, Root
+from pipelining_dualpipev.models.deal import Balance, Weights, deal_out
 from pipelining_dualpipev.models.units import Units
 
 if TYPE_CHECKING:
     from pipelining_dualpipev.models.plan import Event
 
-__all__ = ["Assignment", "assign", "deal_out", "refuse_ranks_that_share"]
+__all__ = ["Assignment", "assign", "refuse_ranks_that_share"]
 
 
 @dataclass(frozen=True)
@@ -31,12 +33,14 @@ class Assignment:
     """Where everything is.
 
     Attributes:
+        cuts: for each stage but the first the number of its first layer, in the order of their calls.
         parameter_stage: for each name of a parameter the stage that holds it under that name.
         boundaries: for each boundary the roots that cross it.
         required_inputs: for each stage the inputs that it reads by value, by name.
         borrowed: for each stage the parameters that it reads though another holds them; they cross like outputs.
     """
 
+    cuts: tuple[int, ...]
     parameter_stage: dict[str, int]
     boundaries: list[list[Root]]
     required_inputs: list[tuple[str, ...]]
@@ -49,6 +53,8 @@ def assign(
     names: dict[str, str],
     num_stages: int,
     demands: Sequence[Demand],
+    balance: Balance,
+    sizes: Mapping[str, int],
 ) -> Assignment:
     """Set the stage of each event, and say what that means for parameters, inputs and boundaries.
 
@@ -58,16 +64,23 @@ def assign(
         names: each name of a parameter to its first one.
         num_stages: 2P.
         demands: what glue needs, the last of them for the model's output.
+        balance: how layers are dealt out (see `models.deal`).
+        sizes: the number of elements of each parameter, by first name.
 
     Raises:
         SplitError: if it cannot be done.
     """
     layers = [event for event in events if event.is_layer]
-    for event, stage in zip(layers, deal_out(len(layers), num_stages), strict=True):
-        event.stage = stage
     parameters_of = {
         unit: {first for name, first in names.items() if name.startswith(f"{unit}.")} for unit in units.units
     }
+    weights = {
+        "cost": lambda: _weights(events, [event.flops for event in events]),
+        "parameters": lambda: _weights(events, _new_elements(events, parameters_of, sizes)),
+    }
+    for event, stage in zip(layers, deal_out(len(layers), num_stages, balance, weights), strict=True):
+        event.stage = stage
+    cuts = tuple(number for number in range(1, len(layers)) if layers[number].stage != layers[number - 1].stage)
     _place_others(events, layers, parameters_of, num_stages)
     uses = _uses(events, demands, num_stages)
     parameter_stage = _place_parameters(events, units, names, num_stages, uses)
@@ -90,20 +103,27 @@ def assign(
         for stage in range(num_stages - 1)
     ]
     borrowed = [frozenset(root.name for root in need if root.kind == "parameter") for need in needs]
-    return Assignment(parameter_stage, boundaries, [tuple(sorted(names_)) for names_ in required], borrowed)
+    return Assignment(cuts, parameter_stage, boundaries, [tuple(sorted(names_)) for names_ in required], borrowed)
 
 
-def deal_out(num_layers: int, num_stages: int) -> list[int]:
-    """The stage of each layer: in order, and as many layers to each stage as to any other, but for one.
+def _weights(events: Sequence[Event], values: Sequence[int]) -> Weights:
+    """What each event weighs, added up: to the layer before it, or to an end of the model."""
+    numbers = [event.index for event in events if event.is_layer]
+    layers = [sum(values[start:end]) for start, end in pairwise([*numbers, numbers[-1] + 1])]
+    return Weights(sum(values[: numbers[0]]), layers, sum(values[numbers[-1] + 1 :]))
 
-    Raises:
-        SplitError: if there are too few.
-    """
-    if num_layers < num_stages:
-        fits = num_layers // 2
-        remedy = f"use at most {fits} rank{'s' * (fits != 1)}" if fits else "a model that small cannot be split"
-        raise SplitError(f"{num_layers} layers cannot fill {num_stages} stages: {remedy}")
-    return [number * num_stages // num_layers for number in range(num_layers)]
+
+def _new_elements(
+    events: Sequence[Event], parameters_of: Mapping[str, set[str]], sizes: Mapping[str, int]
+) -> list[int]:
+    """How many elements of parameters each event's unit brings that no event before it has."""
+    seen: set[str] = set()
+    new = []
+    for event in events:
+        fresh = parameters_of[event.unit] - seen
+        seen |= fresh
+        new.append(sum(sizes[first] for first in fresh))
+    return new
 
 
 def refuse_ranks_that_share(names: Mapping[str, str], stages: Mapping[str, int], num_stages: int, remedy: str) -> None:

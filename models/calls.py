@@ -27,7 +27,17 @@ import torch
 from pipelining_dualpipev._torch import pytree
 from pipelining_dualpipev.models.absent import Absent
 
-__all__ = ["PLAIN", "Change", "Computed", "Constant", "Description", "HandedThrough", "Snapshot", "without_known"]
+__all__ = [
+    "PLAIN",
+    "Change",
+    "Computed",
+    "Constant",
+    "Description",
+    "HandedThrough",
+    "Snapshot",
+    "leaves_of",
+    "without_known",
+]
 
 
 class Computed(NamedTuple):
@@ -81,6 +91,8 @@ class Description(NamedTuple):
 
     def build(self, resolve: Callable[[Leaf], Any]) -> Any:
         """The value again, from what stands for each leaf."""
+        if self.structure.is_leaf():
+            return resolve(self.leaves[0])
         return pytree.tree_unflatten(list(map(resolve, self.leaves)), self.structure)
 
 
@@ -141,6 +153,11 @@ def _collector() -> dict[str, list[Any]]:
     return {key: values for key, values in (active or {}).items() if isinstance(values, list)}
 
 
+def leaves_of(value: Any) -> list[Any]:
+    """The leaves of a nest of containers; mostly it is one tensor, for which pytree takes its time."""
+    return [value] if isinstance(value, torch.Tensor) else pytree.tree_leaves(value)
+
+
 def _is_written(before: Any, now: Any) -> bool:
     if isinstance(now, PLAIN):  # one that is computed anew is another object each time
         return not isinstance(before, PLAIN) or before != now
@@ -148,19 +165,17 @@ def _is_written(before: Any, now: Any) -> bool:
 
 
 def _entries(value: Any, path: tuple[Any, ...] = (), depth: int = 0) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Everything held by a dict or list within the arguments, by the way to it."""
-    if depth > 6:
-        return
-    if isinstance(value, (dict, UserDict)):
-        items: Any = list(value.items())
-    elif isinstance(value, (list, tuple)):
-        items = list(enumerate(value))
-    else:
-        return
-    for key, inner in items:
+    """Everything held by a dict or list within the arguments, which are containers themselves, by the way to it."""
+    for key, inner in list(enumerate(value) if isinstance(value, (list, tuple)) else value.items()):
         if depth >= 2 and not isinstance(value, tuple):
             yield (*path, key), inner
-        yield from _entries(inner, (*path, key), depth + 1)
+        if depth < 6 and is_container(inner):
+            yield from _entries(inner, (*path, key), depth + 1)
+
+
+def is_container(value: Any) -> bool:
+    """Whether it holds others, which a unit reads or writes there."""
+    return not isinstance(value, torch.Tensor) and isinstance(value, (dict, list, tuple, UserDict))
 
 
 def without_known(tree: Any) -> Any:
@@ -170,12 +185,14 @@ def without_known(tree: Any) -> Any:
     """
     if isinstance(tree, Absent):
         return tree if tree.value is None else tree.value
-    if isinstance(tree, (dict, UserDict, list)):
+    if not is_container(tree):
+        return tree
+    if not isinstance(tree, tuple):
         for key, inner in list(enumerate(tree) if isinstance(tree, list) else tree.items()):
             known = without_known(inner)
             if known is not inner:
                 tree[key] = known
-    elif isinstance(tree, tuple):
+    else:
         known_too = [without_known(inner) for inner in tree]
         if any(now is not before for now, before in zip(known_too, tree, strict=True)):
             return type(tree)(*known_too) if hasattr(tree, "_fields") else tuple(known_too)

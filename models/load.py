@@ -43,6 +43,7 @@ from transformers.utils import logging as hf_logging
 
 from pipelining_dualpipev.errors import CheckpointError
 from pipelining_dualpipev.models.agree import everywhere
+from pipelining_dualpipev.models.deal import Balance
 from pipelining_dualpipev.models.files import CheckpointFiles
 from pipelining_dualpipev.models.loss import LossFunction
 from pipelining_dualpipev.models.parts import SplitModel
@@ -61,6 +62,7 @@ def from_pretrained(
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     dp_group: dist.ProcessGroup | None = None,
+    balance: Balance = "uniform",
     config: PretrainedConfig | None = None,
     model_class: Any = None,
     **hub: Any,
@@ -76,6 +78,7 @@ def from_pretrained(
         dtype: of the weights; by default what the config says.
         device: where the stages run; by default the current accelerator, or the CPU if there is none.
         dp_group: over which batches differ (see `split`).
+        balance: which layers go on which stage (see `split`).
         config: instead of the checkpoint's own, for one with other dropout, attention implementation and so on.
         model_class: an Auto class of transformers, or a class of a model; by default the one that the config names.
         hub: for the look-up: ``revision``, ``token``, ``cache_dir``, ``local_files_only``, ``subfolder``.
@@ -94,7 +97,7 @@ def from_pretrained(
             own_config = copy.deepcopy(config) or AutoConfig.from_pretrained(name_or_dir, **hub)
             skeleton = _make_skeleton(files, own_config, dtype, model_class, **hub)
             _load_buffers(skeleton, files)
-            plan = plan_skeleton(skeleton, num_ranks, example)
+            plan = plan_skeleton(skeleton, num_ranks, example, balance)
             own = Placement.v(num_ranks).stages_of(rank)
             keep = {name for stage in own for name in plan.local_parameters(stage)}
             with _progress_bar(rank == 0):

@@ -6,7 +6,7 @@ and hope that this changes nothing else. Here every stage runs the forward as it
 
 1. every parameter becomes an `Absent`, every input an Absent with a value, and the model is run once, on no data;
 2. each call of a unit is an *event*: noted are the roots of whatever it used, and what it gave (`models.calls`);
-3. the layers are dealt out to the stages, evenly and in order; other events go where their data is::
+3. the layers are dealt out to the stages, in order (`models.deal`); other events go where their data is::
 
        embed  layer 0  layer 1 | layer 2  layer 3 | layer 4  layer 5 | layer 6  layer 7  norm  head
        ------- stage 0 --------  ---- stage 1 ----  ---- stage 2 ----  --------- stage 3 ----------
@@ -21,12 +21,14 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from pipelining_dualpipev._torch import pytree, replace_call, version_of
 from pipelining_dualpipev.errors import SplitError
@@ -42,6 +44,7 @@ from pipelining_dualpipev.models.calls import (
     Leaf,
     Snapshot,
 )
+from pipelining_dualpipev.models.deal import Balance
 from pipelining_dualpipev.models.loss import LABELS, NUM_ITEMS, LossPlan, LossWatch, marked_labels
 from pipelining_dualpipev.models.surgery import make_parameters_absent, names_of_parameters
 from pipelining_dualpipev.models.units import Units, find_units
@@ -60,6 +63,7 @@ class Event:
         uses: roots of what it takes, but for its own parameters.
         gives: what it gives, without the tensors.
         stage: where it is made.
+        flops: of its forward, if they were counted.
     """
 
     unit: str
@@ -68,6 +72,7 @@ class Event:
     uses: frozenset[Root] = frozenset()
     gives: tuple[Description, ...] = ()
     stage: int = -1
+    flops: int = 0
 
     def root(self, output: int) -> Root:
         """The root of its output of that number."""
@@ -148,13 +153,16 @@ class SplitPlan:
         return "\n".join(lines)
 
 
-def make_plan(skeleton: nn.Module, num_stages: int, example: Mapping[str, Any]) -> SplitPlan:
+def make_plan(
+    skeleton: nn.Module, num_stages: int, example: Mapping[str, Any], balance: Balance = "uniform"
+) -> SplitPlan:
     """Plan the split of ``skeleton`` (parameters on meta, buffers real; left as it is) into ``num_stages`` stages.
 
     Args:
         skeleton: see `models.surgery.make_skeleton`.
         num_stages: 2P.
         example: one microbatch of keyword inputs. Shapes matter; of values only what the forward decides on.
+        balance: how layers are dealt out (see `models.deal`).
 
     Raises:
         SplitError: if there are fewer layers than stages, or the forward needs what a stage does not have.
@@ -163,16 +171,16 @@ def make_plan(skeleton: nn.Module, num_stages: int, example: Mapping[str, Any]) 
     names = names_of_parameters(model)
     sizes = {name: (tensor.size(), tensor.dtype) for name, tensor in model.named_parameters()}
     units = find_units(model)
-    dry_run = _DryRun(model, units, names)
+    dry_run = _DryRun(model, units, names, counts_flops=balance == "cost")
     make_parameters_absent(model, names, keep=(), device="cpu")
     inputs = {name: value for name, value in example.items() if tensors_in(value)}
     constants = {name: value for name, value in example.items() if name not in inputs}
     if "use_cache" in inspect.signature(model.forward).parameters:
         constants.setdefault("use_cache", False)  # a stage has no use for another's keys and values
     final_uses, loss = dry_run.run(inputs, constants)
-    assignment = assign(
-        dry_run.events, units, names, num_stages, [*dry_run.demands, Demand(len(dry_run.events), final_uses)]
-    )
+    demands = [*dry_run.demands, Demand(len(dry_run.events), final_uses)]
+    elements = {name: size.numel() for name, (size, _) in sizes.items()}
+    assignment = assign(dry_run.events, units, names, num_stages, demands, balance, elements)
     return SplitPlan(
         num_stages=num_stages,
         units=units,
@@ -194,8 +202,8 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 class _DryRun:
     """One run of the whole model on no data."""
 
-    def __init__(self, model: nn.Module, units: Units, names: dict[str, str]) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, units: Units, names: dict[str, str], *, counts_flops: bool) -> None:
+        self._model, self._counts_flops = model, counts_flops
         self.events: list[Event] = []
         self.demands: list[Demand] = []
         self.writes_in_place = False
@@ -241,13 +249,16 @@ class _DryRun:
             describe = _Describer(event, before)
             real = [tensor for _, tensor in before.tensors() if not isinstance(tensor, Absent)]
             versions = [(tensor, version_of(tensor)) for tensor in real]
-            with pretending(fqn) as used:
+            counter = FlopCounterMode(display=False) if self._counts_flops else nullcontext()
+            with pretending(fqn) as used, counter:
                 try:
                     output = call(*args, **kwargs)
                 except (RuntimeError, NotImplementedError, IndexError, TypeError, ValueError) as error:
                     if isinstance(error, SplitError):
                         raise
                     raise SplitError(f"the dry run of {fqn} failed: {type(error).__name__}: {error}") from error
+            if isinstance(counter, FlopCounterMode):
+                event.flops = counter.get_total_flops()
             event.uses = frozenset(root for root in used if not (root.kind == "parameter" and root.name in own))
             changes = before.changes(output)
             _refuse_what_others_would_not_see(fqn, versions, changes)

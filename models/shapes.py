@@ -111,7 +111,8 @@ class Plans:
         first = self.first
         inputs = {name: pytree.tree_map_only(torch.Tensor, ones, value) for name, value in first.inputs.items()}
         with torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False):
-            plan = make_plan(self._skeleton, first.num_stages, {**inputs, **first.constants})
+            example = {**inputs, **first.constants}
+            plan = make_plan(self._skeleton, first.num_stages, example, first.assignment.cuts)
         for what, now, before in (
             ("its parameters", plan.assignment.parameter_stage, first.assignment.parameter_stage),
             ("what a stage reads of the inputs", plan.required_inputs, first.required_inputs),

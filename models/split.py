@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pipelining_dualpipev.errors import SplitError
 from pipelining_dualpipev.models.agree import everywhere
+from pipelining_dualpipev.models.deal import Balance
 from pipelining_dualpipev.models.loss import LossFunction
 from pipelining_dualpipev.models.parts import SplitModel
 from pipelining_dualpipev.models.plan import SplitPlan, make_plan
@@ -35,7 +36,11 @@ Example = Mapping[str, Any]
 
 
 def plan_split(
-    model_or_config: nn.Module | Layers | PretrainedConfig, num_ranks: int, *, example: Example | None = None
+    model_or_config: nn.Module | Layers | PretrainedConfig,
+    num_ranks: int,
+    *,
+    example: Example | None = None,
+    balance: Balance = "uniform",
 ) -> SplitPlan | StackPlan:
     """Plan, without processes or weights, how a model is split over ``num_ranks`` ranks.
 
@@ -44,16 +49,17 @@ def plan_split(
             or plain layers (see `split`), of which none is built.
         num_ranks: P; the model is cut into 2P stages.
         example: one microbatch of keyword inputs. Plain layers need none.
+        balance: how layers are dealt out (see `split`).
 
     Raises:
         SplitError: if it cannot be split so, with the reason.
         TypeError: if it is nothing that can be split.
     """
     if (layers := layers_of(model_or_config)) is not None:
-        return plan_stack(layers, Placement.v(num_ranks).num_stages)
+        return plan_stack(layers, Placement.v(num_ranks).num_stages, balance)
     if not isinstance(model_or_config, nn.Module):
         model_or_config = _on_meta(model_or_config)
-    return _plan(model_or_config, num_ranks, example)[0]
+    return _plan(model_or_config, num_ranks, example, balance)[0]
 
 
 def _on_meta(config: Any) -> nn.Module:
@@ -66,21 +72,21 @@ def _on_meta(config: Any) -> nn.Module:
     return model
 
 
-def _plan(model: nn.Module, num_ranks: int, example: Example | None) -> tuple[SplitPlan, nn.Module]:
+def _plan(model: nn.Module, num_ranks: int, example: Example | None, balance: Balance) -> tuple[SplitPlan, nn.Module]:
     if example is None:
         raise TypeError(
             f"a {type(model).__name__} has a forward of its own, which is run once to see what crosses from stage to "
             "stage: give example=, one microbatch of its keyword inputs"
         )
     skeleton = make_skeleton(model)
-    plan = plan_skeleton(skeleton, num_ranks, example)
+    plan = plan_skeleton(skeleton, num_ranks, example, balance)
     refuse_hooks_on_glue(glue_of(model, plan.units))
     return plan, skeleton
 
 
-def plan_skeleton(skeleton: nn.Module, num_ranks: int, example: Example) -> SplitPlan:
+def plan_skeleton(skeleton: nn.Module, num_ranks: int, example: Example, balance: Balance = "uniform") -> SplitPlan:
     """Plan the V of a skeleton (`models.surgery.make_skeleton`) over ``num_ranks`` ranks; it is left as it is."""
-    return make_plan(skeleton, Placement.v(num_ranks).num_stages, example)
+    return make_plan(skeleton, Placement.v(num_ranks).num_stages, example, balance)
 
 
 def where(
@@ -100,6 +106,7 @@ def split(
     example: Example | None = None,
     device: torch.device | str | None = None,
     dp_group: dist.ProcessGroup | None = None,
+    balance: Balance = "uniform",
 ) -> SplitModel:
     """Cut a model into the 2P stages of a V over the P ranks of a group; each rank builds its two. Collective.
 
@@ -120,6 +127,11 @@ def split(
         device: where the stages run; by default the current accelerator, or the CPU if there is none.
         dp_group: over which batches differ and gradients will be averaged; the model's own loss then counts the labels
             of all.
+        balance: which layers go on which stage. ``"uniform"``: as many on each. ``"cost"``: so that a step takes least
+            by simulation, with the floating point operations of the example's forward as what everything costs, the
+            embedding and the head on rank 0 included (not for plain layers, which are not run). ``"parameters"``: the
+            same with numbers of parameters. Or for each stage but the first the number of its first layer: with
+            ``[1, 3, 5]`` stage 0 has layer 0, stage 1 has layers 1 and 2. The same on every rank.
 
     Raises:
         SplitError: on every rank, if the model cannot be split so, with the reason.
@@ -129,13 +141,13 @@ def split(
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     own = Placement.v(num_ranks).stages_of(rank)
     if (layers := layers_of(model)) is not None:
-        stack = plan_stack(layers, 2 * num_ranks)
+        stack = plan_stack(layers, 2 * num_ranks, balance)
         built: list[tuple[Mapping[int, Any], StackPlan]] = []
         everywhere(lambda: built.append(build_stack(layers, stack, own, device)), group, otherwise=SplitError)
         return SplitModel(*built[0], skeleton=None, group=group, device=device, loss_fn=None)
     if not isinstance(model, nn.Module):
         raise TypeError(f"a {type(model).__name__} cannot be split: give a model, or a list of layers")
-    plan, skeleton = _plan(model, num_ranks, example)
+    plan, skeleton = _plan(model, num_ranks, example, balance)
     loss_fn = LossFunction(plan.loss, dp_group) if plan.loss else None
     modules = build_stages(model, skeleton, plan, own, device, loss_fn)
     return SplitModel(modules, plan, skeleton, group, device, loss_fn)

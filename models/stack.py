@@ -26,7 +26,8 @@ from torch import nn
 
 from pipelining_dualpipev._torch import has_hooks
 from pipelining_dualpipev.errors import SplitError
-from pipelining_dualpipev.models.assign import deal_out, refuse_ranks_that_share
+from pipelining_dualpipev.models.assign import refuse_ranks_that_share
+from pipelining_dualpipev.models.deal import Balance, Weights, deal_out
 
 __all__ = ["Layers", "StackPlan", "build_stack", "layers_of", "plan_stack"]
 
@@ -150,14 +151,20 @@ def layers_of(model: object) -> dict[str, nn.Module | Callable[[], nn.Module]] |
     return {str(index): layer for index, layer in enumerate(model)}
 
 
-def plan_stack(layers: Mapping[str, object], num_stages: int) -> StackPlan:
-    """Deal layers out to stages, as many to each, in order.
+def plan_stack(layers: Mapping[str, object], num_stages: int, balance: Balance = "uniform") -> StackPlan:
+    """Deal layers out to stages, in order (see `models.deal`). What they cost is not known, for none is run.
 
     Raises:
         SplitError: if there are too few, or two ranks would share a parameter.
     """
-    plan = StackPlan(num_stages, dict(zip(layers, deal_out(len(layers), num_stages), strict=True)))
-    return _named(plan, {name: layer for name, layer in layers.items() if isinstance(layer, nn.Module)})
+    modules = {name: layer for name, layer in layers.items() if isinstance(layer, nn.Module)}
+
+    def sizes() -> Weights:
+        return Weights(0, [sum(p.numel() for p in layer.parameters()) for layer in modules.values()], 0)
+
+    weights = {"parameters": sizes} if len(modules) == len(layers) else {}
+    plan = StackPlan(num_stages, dict(zip(layers, deal_out(len(layers), num_stages, balance, weights), strict=True)))
+    return _named(plan, modules)
 
 
 def _named(plan: StackPlan, layers: Mapping[str, nn.Module]) -> StackPlan:

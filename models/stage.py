@@ -36,6 +36,7 @@ from pipelining_dualpipev.models.calls import (
     HandedThrough,
     Leaf,
     Snapshot,
+    leaves_of,
     without_known,
 )
 from pipelining_dualpipev.models.loss import LABELS, NUM_ITEMS, LossFunction
@@ -210,7 +211,11 @@ class StageModule(nn.Module):
         def absent(tensor: torch.Tensor) -> Absent:
             return Absent.like(tensor, self._device, Root("input", name))
 
-        return pytree.tree_map_only(torch.Tensor, absent, example)
+        return (
+            absent(example)
+            if isinstance(example, torch.Tensor)
+            else pytree.tree_map_only(torch.Tensor, absent, example)
+        )
 
     def _outgoing(self, root: Root, run: _Run) -> torch.Tensor:
         value = run.values.get(root)
@@ -260,7 +265,7 @@ class StageModule(nn.Module):
         if [change.place for change in changes] != [description.place for description in event.gives]:
             raise SplitError(f"{event.unit} gave other things than in the plan: {[change.place for change in changes]}")
         for change, description in zip(changes, event.gives, strict=True):
-            for leaf, spec in zip(pytree.tree_leaves(change.value), description.leaves, strict=True):
+            for leaf, spec in zip(leaves_of(change.value), description.leaves, strict=True):
                 if not isinstance(spec, Computed):
                     _check_plain(event, spec, leaf)
                     continue

@@ -22,6 +22,7 @@ from pipelining_dualpipev.errors import SplitError
 from pipelining_dualpipev.models.loss import LABELS, LossFunction
 from pipelining_dualpipev.models.plan import SplitPlan, make_plan
 from pipelining_dualpipev.models.split import build_stages
+from pipelining_dualpipev.models.stack import layers_of
 from pipelining_dualpipev.models.stage import StageModule
 from pipelining_dualpipev.models.surgery import glue_of, make_skeleton, refuse_hooks_on_glue
 from pipelining_dualpipev.planning.placement import Placement
@@ -87,7 +88,12 @@ def verify(model: nn.Module, num_ranks: int, batch: Mapping[str, Any]) -> Verifi
     Raises:
         SplitError: if it cannot be split so.
         ValueError: if there are no labels, or gradients that would be lost.
+        TypeError: if the model is plain layers, which have no loss.
     """
+    if layers_of(model) is not None:
+        raise TypeError(
+            "plain layers have no loss of their own to compare: train them beside the unsplit nn.Sequential"
+        )
     if LABELS not in batch:
         raise ValueError(f"the batch has {', '.join(batch)} and no {LABELS}: give them, for there to be a loss")
     if any(parameter.grad is not None for parameter in model.parameters()):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     )
     from pipelining_dualpipev.planning.placement import stage_indices
     from pipelining_dualpipev.runtime.gradients import clip_grad_norm_, inject_loss, mean_loss
+    from pipelining_dualpipev.runtime.measure import measure_costs, measure_timeline
     from pipelining_dualpipev.schedule import ScheduleDualPipeV, ScheduleFromOrder
 
 __all__ = [
@@ -29,6 +30,8 @@ __all__ = [
     "mean_loss",
     "clip_grad_norm_",
     "inject_loss",
+    "measure_costs",
+    "measure_timeline",
     "CheckpointError",
     "PipelineError",
     "RankLostError",
@@ -44,6 +47,8 @@ _HOME = {
     "mean_loss": "runtime.gradients",
     "clip_grad_norm_": "runtime.gradients",
     "inject_loss": "runtime.gradients",
+    "measure_costs": "runtime.measure",
+    "measure_timeline": "runtime.measure",
     "CheckpointError": "errors",
     "PipelineError": "errors",
     "RankLostError": "errors",

@@ -18,13 +18,16 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, _Action
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipelining_dualpipev.planning.actions import Action, Order
 from pipelining_dualpipev.planning.placement import Placement
 
 __all__ = [
     "GROUPED_MM",
+    "GradientHooks",
     "TORCH_SCHEDULES",
+    "TorchDispatchMode",
     "TorchSchedule",
     "WrapperTensor",
     "gloo_group_beside",
@@ -33,6 +36,7 @@ __all__ = [
     "has_gradient_hooks",
     "has_hooks",
     "is_compiled",
+    "is_profiling",
     "is_transforming",
     "is_view",
     "on_conversion",
@@ -307,11 +311,36 @@ def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks) or bool(tensor._post_accumulate_grad_hooks)
 
 
+class GradientHooks:
+    """The gradient hooks of a leaf, taken off it until they are put back."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # Autograd holds these very dicts, and so does the handle by which a hook is removed: they are emptied, not
+        # exchanged.
+        own = (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)
+        self._hooks = [(hooks, dict(hooks)) for hooks in own if hooks]
+        for hooks, _ in self._hooks:
+            hooks.clear()
+
+    def put_back(self) -> None:
+        """Put them back; does nothing the second time."""
+        taken, self._hooks = self._hooks, []
+        for hooks, right in taken:
+            later = dict(hooks)
+            hooks.clear()
+            hooks.update(right | later)
+
+
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether a call of the module runs compiled code, by ``module.compile()`` or ``torch.compile(module)``."""
     dynamo = sys.modules.get("torch._dynamo")  # slow to import, and there is nothing compiled without it
     wrapped = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
     return wrapped or module._compiled_call_impl is not None
+
+
+def is_profiling() -> bool:
+    """Whether a profiler of torch is recording in this process."""
+    return bool(torch.autograd._profiler_enabled())
 
 
 def is_transforming() -> bool:

@@ -1,4 +1,6 @@
-"""The command line: ``dualpipev train`` and ``verify``, and the commands of `commands` that plan and look.
+"""The command line: ``dualpipev train`` and ``verify``, and the commands that plan and look.
+
+The latter are in `commands` and `plan_command`.
 
 Each command reads its options and calls the room that does the work. Nothing heavy is imported before a command runs,
 so ``--help`` answers at once.
@@ -16,6 +18,7 @@ from typing import Annotated
 import typer
 
 from pipelining_dualpipev.commands import check, show, simulate_schedules
+from pipelining_dualpipev.plan_command import plan
 from pipelining_dualpipev.training.config import TrainConfig
 from pipelining_dualpipev.training.launch import USER_ERROR, RanksFailedError, is_launched, launch, run_as_rank
 
@@ -51,7 +54,7 @@ def _say(words: str) -> None:
     print(rank + words, file=sys.stderr, flush=True)
 
 
-for _name, _command in (("show", show), ("check", check), ("simulate", simulate_schedules)):
+for _name, _command in (("show", show), ("check", check), ("simulate", simulate_schedules), ("plan", plan)):
     app.command(_name)(_plain_errors()(_command))
 
 

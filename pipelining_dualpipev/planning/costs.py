@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +39,16 @@ class CostModel:
 
     def duration(self, action: Action) -> float:
         """How long the action keeps its rank; sends and receives take none of the rank's own time."""
-        kind, stage = action.kind, action.stage
-        if kind is Kind.FORWARD:
-            return at(self.forward, stage)
-        if kind is Kind.BACKWARD_INPUT:
-            return at(self.backward_input, stage)
-        if kind is Kind.BACKWARD_WEIGHT:
-            return at(self.backward_weight, stage)
-        if kind is Kind.FULL_BACKWARD:
-            return at(self.backward_input, stage) + at(self.backward_weight, stage)
-        if kind is Kind.OVERLAP_F_B:
-            return self.overlap * sum(self.duration(part) for part in action.parts)
-        return 0.0
+        if not action.parts:
+            return self._durations[action.kind, action.stage]
+        total = 0.0
+        for part in action.parts:
+            total += self._durations[part.kind, part.stage]
+        return self.overlap * total
+
+    @cached_property
+    def _durations(self) -> _Durations:
+        return _Durations(self)  # a step asks for the same few a hundred thousand times
 
     def check_stages(self, num_stages: int) -> None:
         """See that costs given per stage are given for each of ``num_stages`` stages.
@@ -107,9 +106,28 @@ class CostModel:
         return ", ".join([*(f"{name} {_range(cost)}" for name, cost in costs), f"pair {self.overlap:g} (F + B)"])
 
 
+class _Durations(dict[tuple[Kind, int], float]):
+    """By kind and stage, each worked out when it is first asked for."""
+
+    def __init__(self, costs: CostModel) -> None:
+        super().__init__()
+        self._costs = costs
+
+    def __missing__(self, key: tuple[Kind, int]) -> float:
+        kind, stage = key
+        gradient, weight = at(self._costs.backward_input, stage), at(self._costs.backward_weight, stage)
+        takes = {
+            Kind.FORWARD: at(self._costs.forward, stage),
+            Kind.BACKWARD_INPUT: gradient,
+            Kind.BACKWARD_WEIGHT: weight,
+            Kind.FULL_BACKWARD: gradient + weight,
+        }
+        self[key] = takes.get(kind, 0.0)
+        return self[key]
+
+
 def at(cost: Cost, stage: int) -> float:
     """The cost of one stage."""
-    # Numbers first: to ask whether something is a Sequence is slow, and this is asked for every action.
     return cost if isinstance(cost, (float, int)) else cost[stage]
 
 

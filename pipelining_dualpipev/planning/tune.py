@@ -200,7 +200,7 @@ class _Rank:
             if action.kind is Kind.BACKWARD_WEIGHT:
                 continue
             if action.kind is Kind.FULL_BACKWARD:
-                action = action._replace(kind=Kind.BACKWARD_INPUT)
+                action = Action(action.stage, Kind.BACKWARD_INPUT, action.microbatch)
             singles = action.singles
             forward = singles[0] if singles[0].kind is Kind.FORWARD else None
             backward = singles[-1] if singles[-1].kind is not Kind.FORWARD else None
@@ -209,10 +209,10 @@ class _Rank:
     def has_room_for(self, task: _Task) -> bool:
         if task.forward is None:
             return True
-        stage = task.forward.stage
-        return all(
-            held + budget.sizes[stage] <= budget.limit for held, budget in zip(self.held, self.budgets, strict=True)
-        )
+        for held, budget in zip(self.held, self.budgets, strict=True):
+            if held + budget.sizes[task.forward.stage] > budget.limit:
+                return False
+        return True
 
     def hold(self, stage: int, times: int) -> None:
         for index, budget in enumerate(self.budgets):
@@ -303,7 +303,7 @@ class _Floating:
             if task.forward:
                 state.hold(stage, -1)
             else:
-                state.put_off.append(task.backward._replace(kind=Kind.BACKWARD_WEIGHT))
+                state.put_off.append(Action(stage, Kind.BACKWARD_WEIGHT, microbatch))
         self._finish(rank, task.action, time, end)
 
     def _run_weight(self, rank: int, time: float) -> None:

@@ -46,11 +46,13 @@ from pipelining_dualpipev.planning.actions import Action, Kind
 from pipelining_dualpipev.planning.placement import Placement
 from pipelining_dualpipev.runtime.control import Control
 from pipelining_dualpipev.runtime.gradients import Seed
+from pipelining_dualpipev.runtime.loss import Loss
 from pipelining_dualpipev.runtime.microbatches import Microbatches
-from pipelining_dualpipev.runtime.stage import StageRunner, TensorMeta, metas_of
+from pipelining_dualpipev.runtime.observe import Observer, default_observer
+from pipelining_dualpipev.runtime.stage import StageRunner, TensorMeta, changed_metas, metas_of
 from pipelining_dualpipev.runtime.transport import ContactLostError, Handle, Transport
 
-__all__ = ["Executor", "Loss", "StepResult", "Wires", "drive"]
+__all__ = ["Executor", "StepResult", "Wires", "drive"]
 
 T = TypeVar("T")
 Steps = Generator[Handle, None, None]
@@ -94,14 +96,6 @@ class Failure:
         return f"rank {self.rank}, stage {self.stage}, microbatch {self.microbatch}, action {self.action}: {self.error}"
 
 
-@dataclass(frozen=True)
-class Loss:
-    """How the last stage's output becomes a loss."""
-
-    function: Callable[..., Any]
-    kwargs: dict[str, Any]
-
-
 @dataclass
 class StepResult:
     """What the last stage's rank has of a step, by microbatch; empty elsewhere."""
@@ -133,6 +127,9 @@ class Executor:
         placement: which rank holds which stage.
         runners: this rank's stages by index.
         wires: to the other ranks.
+
+    Attributes:
+        observer: who looks on while actions run; None for whoever `observe` finds.
     """
 
     def __init__(
@@ -140,6 +137,7 @@ class Executor:
     ) -> None:
         self._placement, self._runners, self._wires = placement, runners, wires
         self._rank = wires.transport.rank
+        self.observer: Observer | None = None
         actions: dict[Kind, Callable[[int, int], Steps | None]] = {
             Kind.FORWARD: self._forward,
             Kind.FULL_BACKWARD: self._full_backward,
@@ -156,6 +154,8 @@ class Executor:
         backwards = [s for s in singles if s.kind in (Kind.FULL_BACKWARD, Kind.BACKWARD_INPUT)]
         self._last_backward = {single.stage: single.microbatch for single in backwards}
         self._trains = bool(backwards)
+        if self._trains:
+            self._steps.append((lambda *_: self._when_complete(), backwards[-1]))
         # What crosses into a stage, as noted in the last step in which something changed.
         self._crossing: dict[_Key, tuple[TensorMeta, ...]] = {}
         self._clear()
@@ -181,6 +181,7 @@ class Executor:
         announce: bool,
         keep_outputs: bool,
         finalize: bool,
+        when_complete: Callable[[], None],
         lost: ContactLostError | None = None,
     ) -> Generator[Handle, None, StepResult]:
         """One step.
@@ -192,13 +193,15 @@ class Executor:
             announce: something may have changed, so shapes travel ahead of tensors; the same on every rank.
             keep_outputs: whether the result has the last stage's outputs (detached).
             finalize: whether each stage's last backward is to reduce its gradients, if the stage is sharded.
+            when_complete: called after the last action of a training step; what it raises is told as a backward's.
             lost: why the step has failed already, if so.
 
         Raises:
             PipelineError: on every rank, if an action of any rank raised; its exception is the cause where it did.
         """
         self._clear()
-        self._inputs, self._loss, self._seed = inputs, loss, seed
+        self._inputs, self._loss, self._seed, self._when_complete = inputs, loss, seed, when_complete
+        self._observed = self.observer or default_observer()
         for runner in self._runners.values():
             runner.seed = seed
         self._announce, self._keep_outputs, self._finalize = announce, keep_outputs, finalize
@@ -257,19 +260,20 @@ class Executor:
             if arriving.handle is not None:
                 yield arriving.handle
             received = arriving.tensors
-        output = runner.forward(
-            received if stage > 0 else self._inputs.args[microbatch],
-            runner.select_inputs(self._inputs.kwargs[microbatch]),
-            grad=self._trains,
-            split=key in self._split,
-        )
-        if runner.is_last:
-            ends = self._finish_output(output, microbatch)
-        else:
-            ends = runner.output_tensors(output)
-            self._hand_on(stage, microbatch, ends)
-        if self._trains:
-            runner.keep(microbatch, received, ends)
+        with self._observed(Kind.FORWARD, stage, microbatch):
+            output = runner.forward(
+                received if stage > 0 else self._inputs.args[microbatch],
+                runner.select_inputs(self._inputs.kwargs[microbatch]),
+                grad=self._trains,
+                split=key in self._split,
+            )
+            if runner.is_last:
+                ends = self._finish_output(output, microbatch)
+            else:
+                ends = runner.output_tensors(output)
+                self._hand_on(stage, microbatch, ends)
+            if self._trains:
+                runner.keep(microbatch, received, ends)
 
     def _finish_output(self, output: Any, microbatch: int) -> tuple[torch.Tensor, ...]:
         """Loss and output of the last stage; returns where the backward begins."""
@@ -279,16 +283,8 @@ class Executor:
             return ()
         target = self._inputs.targets[microbatch] if self._inputs.targets is not None else None
         with nullcontext() if self._trains else torch.no_grad():
-            value = self._loss.function(output, target, **self._loss.kwargs)
-        if isinstance(value, tuple) and len(value) == 2:
-            value, metrics = value
-            self._result.metrics.append(_detached(metrics))
-        if not isinstance(value, torch.Tensor) or value.numel() != 1:
-            shape = f" of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
-            raise ValueError(
-                f"loss_fn returned a {type(value).__name__}{shape} for microbatch {microbatch}: return one number, a "
-                "tensor with 1 element, or a tuple of it and of metrics"
-            )
+            value, metrics = self._loss.of(output, target)
+        self._result.metrics += map(_detached, metrics)
         self._result.losses.append(value.detach().clone())  # a view would keep all of what it is a view of
         if value.requires_grad:
             last_stage = self._placement.num_stages - 1
@@ -313,14 +309,16 @@ class Executor:
         if arriving.handle is not None:
             yield arriving.handle
         last = self._finalize and self._last_backward[stage] == microbatch
-        gradients = self._runners[stage].backward(microbatch, arriving.tensors, split=split, last=last)
+        with self._observed(Kind.BACKWARD_INPUT if split else Kind.FULL_BACKWARD, stage, microbatch):
+            gradients = self._runners[stage].backward(microbatch, arriving.tensors, split=split, last=last)
         if self._placement.crosses(stage - 1):
             self._gradients_to_send[stage, microbatch] = gradients
         elif stage > 0:
             self._gradients[stage - 1, microbatch] = _Arriving(None, gradients)
 
     def _backward_weight(self, stage: int, microbatch: int) -> None:
-        self._runners[stage].backward_weight(microbatch)
+        with self._observed(Kind.BACKWARD_WEIGHT, stage, microbatch):
+            self._runners[stage].backward_weight(microbatch)
 
     # ------------------------------------------------------------------------------------------------ communicating
 
@@ -333,9 +331,10 @@ class Executor:
             self._crossing[key] = () if tensors is None else metas_of(tensors)
             self._wires.control.send(peer, self._failure if tensors is None else self._crossing[key])
         elif tensors is not None and metas_of(tensors) != self._crossing[key]:
-            self._fail(Action(stage, Kind.SEND_F, microbatch), _changed_shapes(metas_of(tensors), self._crossing[key]))
+            self._fail(Action(stage, Kind.SEND_F, microbatch), changed_metas(metas_of(tensors), self._crossing[key]))
             tensors = None
-        self._send(peer, stage, tensors, self._crossing[key])
+        with self._observed(Kind.SEND_F, stage, microbatch):
+            self._send(peer, stage, tensors, self._crossing[key])
 
     def _receive_forward(self, stage: int, microbatch: int) -> Steps:
         peer, key = self._placement.rank_of[stage - 1], (stage, microbatch)
@@ -350,18 +349,21 @@ class Executor:
                 self._crossing[key] = ()
             else:
                 self._crossing[key] = words.result
-        self._activations[key] = self._receive(peer, stage, self._crossing[key], requires_grad=True)
+        with self._observed(Kind.RECV_F, stage, microbatch):
+            self._activations[key] = self._receive(peer, stage, self._crossing[key], requires_grad=True)
 
     def _send_backward(self, stage: int, microbatch: int) -> None:
         peer, gradients = self._placement.rank_of[stage - 1], self._gradients_to_send.pop((stage, microbatch), None)
         if peer not in self._gone:
-            self._send(peer, stage, gradients, self._needing_grad(stage, microbatch))
+            with self._observed(Kind.SEND_B, stage, microbatch):
+                self._send(peer, stage, gradients, self._needing_grad(stage, microbatch))
 
     def _receive_backward(self, stage: int, microbatch: int) -> None:
         peer = self._placement.rank_of[stage + 1]
         if peer not in self._gone:
             metas = self._needing_grad(stage + 1, microbatch)
-            self._gradients[stage, microbatch] = self._receive(peer, stage, metas, requires_grad=False)
+            with self._observed(Kind.RECV_B, stage, microbatch):
+                self._gradients[stage, microbatch] = self._receive(peer, stage, metas, requires_grad=False)
 
     def _needing_grad(self, stage: int, microbatch: int) -> list[TensorMeta]:
         """Those tensors that cross into ``stage`` for which a gradient goes back."""
@@ -388,11 +390,3 @@ class Executor:
         # The wire writes into what shares the storage but is no part of autograd.
         handle = self._wires.transport.receive(peer, [buffer.detach() for buffer in buffers]) if buffers else None
         return _Arriving(handle, buffers)
-
-
-def _changed_shapes(now: Sequence[TensorMeta], before: Sequence[TensorMeta]) -> ValueError:
-    told, agreed = "; ".join(map(str, now)), "; ".join(map(str, before))
-    return ValueError(
-        f"the stage gave ({told}), where it gave ({agreed}) before with inputs of the same shapes: what a stage gives "
-        "may depend on its inputs' shapes, not on their values"
-    )

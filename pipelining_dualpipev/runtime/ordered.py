@@ -27,7 +27,8 @@ from pipelining_dualpipev.planning.lowering import lower
 from pipelining_dualpipev.planning.placement import Placement
 from pipelining_dualpipev.runtime.control import DistributedControl
 from pipelining_dualpipev.runtime.data_parallel import Replicas
-from pipelining_dualpipev.runtime.executor import Loss, Wires, drive
+from pipelining_dualpipev.runtime.executor import Wires, drive
+from pipelining_dualpipev.runtime.loss import Loss
 from pipelining_dualpipev.runtime.microbatches import Microbatches, cut_batch, merge_outputs, take_cut
 from pipelining_dualpipev.runtime.pipeline import Pipeline
 from pipelining_dualpipev.runtime.setup import agree_on_setup
@@ -63,6 +64,9 @@ class OrderedSchedule(TorchSchedule):
         group: the pipeline's process group.
         device: where this rank's stages are.
         rank: this rank in the group.
+        placement: which rank holds which stage.
+        control: this rank's line to the others, for small messages.
+        pipeline: what runs this rank's part of a step.
         metrics: of the last step, what ``loss_fn`` has returned beside the loss, by microbatch; empty on other ranks.
     """
 
@@ -103,7 +107,7 @@ class OrderedSchedule(TorchSchedule):
         self.rank = control.rank
         self.metrics: list[Any] = []
         self._grad_scaler = grad_scaler
-        self._placement = placement
+        self.placement, self.control = placement, control
         self._runners = {stage.stage_index: StageRunner(stage) for stage in stages}
         if self.device.type != "cpu":
             # The group's first communication has to be one that all of its ranks take part in (NCCL).
@@ -112,7 +116,7 @@ class OrderedSchedule(TorchSchedule):
         programs = lower(order, placement=placement)
         self.pipeline_order = to_torch_order(order)
         self.pipeline_order_with_comms = to_torch_order(programs)
-        self._pipeline = Pipeline(
+        self.pipeline = Pipeline(
             programs,
             lower(forwards_of(order), placement=placement),
             placement=placement,
@@ -127,7 +131,7 @@ class OrderedSchedule(TorchSchedule):
     @property
     def loss_rank(self) -> int:
         """The rank in the group that holds the last stage: where targets are read and losses appear."""
-        return self._placement.rank_of[-1]
+        return self.placement.rank_of[-1]
 
     @property
     def has_first_stage(self) -> bool:
@@ -242,7 +246,7 @@ class OrderedSchedule(TorchSchedule):
         if trains:
             self._seed(torch.ones((), device=self.device))  # a scaler begins with its first use, on every rank
         result = drive(
-            self._pipeline.step(
+            self.pipeline.step(
                 inputs, loss, self._seed, trains=trains, keep_outputs=keep_outputs, finalize=finalize, error=error
             )
         )
@@ -263,7 +267,7 @@ class OrderedSchedule(TorchSchedule):
             specs = self.chunk_specs[:2]
             mbs = cut_batch(given.args, given.kwargs, given.target, self.n_microbatches, *specs)
         if mbs.args != [()] * self.n_microbatches and not self.has_first_stage:
-            first = self._placement.rank_of[0]
+            first = self.placement.rank_of[0]
             raise ValueError(
                 f"positional inputs were given here, but the first stage is on rank {first}: give them there"
             )

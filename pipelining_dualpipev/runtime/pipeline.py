@@ -4,7 +4,7 @@
 
     agree       all ranks have come, for the same kind of step, and none has an error to tell
     deliver     keyword inputs go to the stages that read them by name
-    execute     the program of this kind of step; at its end the ranks compare notes
+    execute     the program of this kind of step, then hooks on gradients; at its end the ranks compare notes
     average     gradients over the replicas of a stage in other pipelines, where there are any
 
 All of it is one generator a step, over whatever wires it is given: a schedule drives it over torch.distributed, a test
@@ -16,16 +16,20 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 
 import torch
+from torch import nn
 
 from pipelining_dualpipev.errors import RankLostError
 from pipelining_dualpipev.planning.actions import Order
 from pipelining_dualpipev.planning.placement import Placement
 from pipelining_dualpipev.runtime.control import agree
 from pipelining_dualpipev.runtime.data_parallel import Replicas
-from pipelining_dualpipev.runtime.executor import Executor, Loss, StepResult, Wires
+from pipelining_dualpipev.runtime.executor import Executor, StepResult, Wires
 from pipelining_dualpipev.runtime.gradients import Seed, one
+from pipelining_dualpipev.runtime.hooks import HeldHooks
 from pipelining_dualpipev.runtime.inputs import NamedInputs
+from pipelining_dualpipev.runtime.loss import Loss
 from pipelining_dualpipev.runtime.microbatches import Microbatches
+from pipelining_dualpipev.runtime.observe import Observer
 from pipelining_dualpipev.runtime.stage import StageRunner
 from pipelining_dualpipev.runtime.transport import ContactLostError, Handle
 
@@ -68,6 +72,10 @@ class Pipeline:
         }
         # By kind of step: what the last one that succeeded was like. As long as that stays, shapes stay.
         self._last: dict[bool, object] = {}
+
+    def observe(self, observer: Observer | None) -> None:
+        """Have ``observer`` look on in the training steps that follow; None: nobody but a profiler that is on."""
+        self._executors[True].observer = observer
 
     def step(
         self,
@@ -135,11 +143,26 @@ class Pipeline:
             inputs = yield from self._named_inputs.deliver(inputs, announce=announce)
         except ContactLostError as error:  # the others may not know yet, and are not to wait for this rank
             lost = error
-        result = yield from self._executors[trains].run(
-            inputs, loss, seed, announce=announce, keep_outputs=keep_outputs, finalize=finalize, lost=lost
-        )
+        hooks = HeldHooks(self._parameters() if trains else ())
+        try:
+            result = yield from self._executors[trains].run(
+                inputs,
+                loss,
+                seed,
+                announce=announce,
+                keep_outputs=keep_outputs,
+                finalize=finalize,
+                when_complete=hooks.call,
+                lost=lost,
+            )
+        finally:
+            hooks.release()
         self._last[trains] = signature
         return result
+
+    def _parameters(self) -> dict[nn.Parameter, None]:
+        """This rank's, each once."""
+        return dict.fromkeys(p for runner in self._runners.values() for p in runner.module.parameters())
 
     def _state(self) -> tuple[object, ...]:
         """What beside the inputs may change the shapes, types or gradients that cross between stages."""

@@ -27,7 +27,7 @@ from pipelining_dualpipev.runtime.data_parallel import DataParallelStage, stage_
 from pipelining_dualpipev.runtime.gradients import Seed, one, seeding
 from pipelining_dualpipev.runtime.weight_grad import AllInInput, AtOperations, FromBuilder, WeightGradients
 
-__all__ = ["StageRunner", "TensorMeta", "metas_of"]
+__all__ = ["StageRunner", "TensorMeta", "changed_metas", "metas_of"]
 
 
 class TensorMeta(NamedTuple):
@@ -45,6 +45,15 @@ class TensorMeta(NamedTuple):
 def metas_of(tensors: Sequence[torch.Tensor]) -> tuple[TensorMeta, ...]:
     """The metadata of each tensor."""
     return tuple(TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in tensors)
+
+
+def changed_metas(now: Sequence[TensorMeta], before: Sequence[TensorMeta]) -> ValueError:
+    """What to say where a stage gives other tensors than those that its neighbour was told of."""
+    told, agreed = "; ".join(map(str, now)), "; ".join(map(str, before))
+    return ValueError(
+        f"the stage gave ({told}), where it gave ({agreed}) before with inputs of the same shapes: what a stage gives "
+        "may depend on its inputs' shapes, not on their values"
+    )
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager[object]:

@@ -21,8 +21,9 @@ from pipelining_dualpipev.planning.formats import AnyOrder, placement_of, read_o
 from pipelining_dualpipev.planning.laws import check_order
 from pipelining_dualpipev.planning.lowering import lower
 from pipelining_dualpipev.planning.placement import Placement
-from pipelining_dualpipev.runtime.executor import Loss, StepResult
+from pipelining_dualpipev.runtime.executor import StepResult
 from pipelining_dualpipev.runtime.gradients import inject_loss
+from pipelining_dualpipev.runtime.loss import Loss
 from pipelining_dualpipev.runtime.microbatches import Microbatches
 from pipelining_dualpipev.runtime.pipeline import Pipeline
 from pipelining_dualpipev.runtime.stage import StageRunner

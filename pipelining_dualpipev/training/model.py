@@ -16,7 +16,16 @@ from pipelining_dualpipev.training.data import ByteEncoding, Encoding, Tokenizer
 if TYPE_CHECKING:
     from pipelining_dualpipev.models import SplitModel
 
-__all__ = ["BUILT_IN", "build_model", "check_model", "check_vocabulary", "first_line", "load_encoding", "open_model"]
+__all__ = [
+    "BUILT_IN",
+    "build_model",
+    "check_model",
+    "check_vocabulary",
+    "first_line",
+    "load_encoding",
+    "open_config",
+    "open_model",
+]
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json")
 # What a model of width 128 needs to learn within a minute: transformers' own 0.02 suits widths of thousands.
@@ -180,6 +189,21 @@ def build_model(config: TrainConfig, encoding: Encoding) -> Any:
         return AutoModelForCausalLM.from_config(_load_config(directory), dtype=torch.float32)
     except Exception as error:  # of a dozen types, if the directory is not what it should be
         raise ValueError(f"--model {directory}: transformers cannot load it: {first_line(error)}") from error
+
+
+def open_config(model: str, *, length: int, layers: int | None = None) -> Any:
+    """The configuration of a model directory, of a ``config.json`` itself, or of a built-in.
+
+    Raises:
+        ValueError: if it is none of them, or cannot be read.
+    """
+    path = Path(model)
+    if path.is_file():
+        return _load_config(path)
+    check_model(TrainConfig(model=model, layers=layers, ranks=1))
+    if path.is_dir():
+        return _load_config(path)
+    return BUILT_IN[model](ByteEncoding().vocabulary, length, layers or BUILT_IN_LAYERS)
 
 
 def _load_config(directory: Path) -> Any:

@@ -4,8 +4,8 @@
 
 Prints a Markdown table for docs/benchmarks.md: for each number of ranks, costs and hop, over every number of
 microbatches from 1 to 8P, the median and the largest makespan over the lower bound. Nothing is gained by overlapping.
-It is simulation, so the figures are the same on any machine. All of 16 ranks takes long: ``--ranks`` and ``--every``
-make it shorter.
+It is simulation, so the figures are the same on any machine. All of it takes about twenty minutes, most of them for 16
+ranks; ``--ranks`` and ``--every`` make it shorter.
 """
 
 from __future__ import annotations

@@ -163,4 +163,4 @@ def a_loss_that_is_no_number() -> None:
 def test_a_loss_that_is_no_number_is_told_on_every_rank(ranks):
     for raised in ranks(2).run_expecting_errors(a_loss_that_is_no_number):
         assert raised.type == "PipelineError"
-        assert f"of shape [2, {WIDTH}] for microbatch 0: return one number, a tensor with 1 element" in raised.message
+        assert f"of shape [2, {WIDTH}]: return one number, a tensor with 1 element" in raised.message

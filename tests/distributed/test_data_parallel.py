@@ -122,6 +122,34 @@ def test_gradients_are_the_mean_over_the_replicas_and_so_is_their_norm(ranks, ho
         ranks(4).run(two_steps, how, n, accumulate)
 
 
+def hooks_while_gradients_add_up(how: str) -> None:
+    run, n = Replicated(make_layers(4), 5, WRAPPERS[how]), 5
+    parameters = [p for module in run.mine.values() for p in module.parameters()]
+    seen: dict[nn.Parameter, list[torch.Tensor]] = {p: [] for p in parameters}
+    for p in parameters:
+        p.register_hook(lambda gradient, p=p: seen[p].append(gradient.clone()))
+        p.register_post_accumulate_grad_hook(lambda p: seen[p].append(p.grad.clone()))
+    for seed in range(2):
+        run.step_both(seed, rows=4 * n)
+    run.assert_gradients_equal()
+    theirs = [p for index in run.mine for p in run.whole[index].parameters()]
+    run.whole.zero_grad()
+    run.step_both(1, rows=4 * n)
+    for p, uncut in zip(parameters, theirs, strict=True):
+        assert len(seen[p]) == 6
+        for gradient in seen[p][2:4]:
+            if isinstance(gradient, DTensor):
+                gradient = gradient.full_tensor()
+            else:
+                dist.all_reduce(gradient.div_(2), group=run.replicas)
+            assert_close([gradient], [uncut.grad], 1e-12, "what a hook saw")
+
+
+def test_hooks_see_the_gradient_of_one_step_once(ranks):
+    for how in WRAPPERS:
+        ranks(4).run(hooks_while_gradients_add_up, how)
+
+
 def tied_under_ddp() -> None:
     layers = make_layers(4)
     layers[3][0].weight = layers[0][0].weight

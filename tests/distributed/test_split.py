@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,40 @@ def compare_with_unsplit(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in CONFIGS if "router loss" not in name])
 def test_loss_and_gradients_are_those_of_the_unsplit_model(ranks, name, num_ranks):
     ranks(num_ranks).run(compare_with_unsplit, name)
+
+
+def compare_cut_otherwise(balance: str | list[int]) -> list[int]:
+    parts = split(make_model("llama tied", 9), example=make_batch(2), device="cpu", balance=balance)  # type: ignore[arg-type]
+    schedule = ScheduleDualPipeV(parts.stages, N, parts.loss_fn)
+    for length in (10, 13):  # the second is planned anew
+        batch = make_batch(2 * N, length=length)
+        loss, gradients = unsplit_step(make_model("llama tied", 9), batch)
+        assert abs(step(schedule, **batch) - loss) <= CASTS_TO_FP32 * loss
+        for name, parameter in parts.named_parameters():
+            error = (parameter.grad - gradients[name]).abs().max() / gradients[name].abs().max().clamp_min(1e-12)
+            assert error <= CASTS_TO_FP32, f"{name} is off by {error:.1e}"
+            parameter.grad = None
+    return [event.stage for event in parts.plan.events if event.is_layer]
+
+
+def test_layers_dealt_out_otherwise_give_the_gradients_of_the_unsplit_model(ranks):
+    for stages in ranks(2).run(compare_cut_otherwise, [1, 6, 7]):
+        assert stages == [0, 1, 1, 1, 1, 1, 2, 3, 3]
+    for stages in ranks(2).run(compare_cut_otherwise, "cost"):
+        assert stages == sorted(stages)
+        assert set(stages) == {0, 1, 2, 3}
+
+
+def balance_of_its_own() -> None:
+    cuts = [1, 2, 3] if dist.get_rank() else [1, 2, 4]
+    parts = split(make_model("llama", 5), example=make_batch(2), device="cpu", balance=cuts)
+    ScheduleDualPipeV(parts.stages, N, parts.loss_fn)
+
+
+def test_ranks_that_deal_out_layers_otherwise_are_told(ranks):
+    for raised in ranks(2).run_expecting_errors(balance_of_its_own):
+        assert raised.type == "RanksDisagreeError"
+        assert "how the model is split" in raised.message
 
 
 def compare_with_full_backwards(name: str) -> str:
@@ -101,6 +136,27 @@ def train_as_adamw_does_unsplit() -> None:
     assert len(names) == len(set(names))
     for parameter_name, parameter in parts.named_parameters():
         torch.testing.assert_close(parameter, expected[parameter_name], rtol=0, atol=1e-6)
+
+
+def optimize_every_parameter() -> tuple[list[str], list[str], int]:
+    parts, _ = make_split("llama tied")
+    named = [parameter_name for parameter_name, _ in parts.named_parameters()]
+    objects = list(parts.parameters())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer = torch.optim.AdamW(parts.parameters())
+    assert len({id(parameter) for parameter in objects}) == len(objects) == len(optimizer.param_groups[0]["params"])
+    return named, [str(warning.message) for warning in caught], len(objects)
+
+
+def test_a_tied_parameter_is_given_once_and_adamw_does_not_warn(ranks):
+    """torch warns of a parameter that comes twice, and would then give it two updates a step."""
+    told = ranks(2).run(optimize_every_parameter)
+    assert [caught for _, caught, _ in told] == [[], []]
+    names = [parameter_name for named, _, _ in told for parameter_name in named]
+    assert sorted(names) == sorted(parameter_name for parameter_name, _ in make_model("llama tied").named_parameters())
+    assert "model.embed_tokens.weight" in told[0][0]
+    assert "lm_head.weight" not in names
 
 
 def test_three_adamw_steps_with_clipping_give_the_weights_of_the_unsplit_model(ranks):

@@ -1,4 +1,4 @@
-"""Tiny models of many families by their model type, two layers each: a config takes of one table what it knows."""
+"""Tiny models of many families by their model type: a config takes of one table what it knows."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ _SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "word_embed_proj_dim"), 16),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim"), 24),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"), 2),
-    **dict.fromkeys(("encoder_layers", "decoder_layers"), 2),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
     **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "num_experts_per_tok", "moe_topk", "moe_k"), 2),
@@ -34,10 +32,11 @@ _SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers")
+_LAYERS += ("encoder_layers", "decoder_layers")
 _EXCEPTIONS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_key_value_heads": 4},
     "deepseek_v3": {"num_key_value_heads": 4},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "mpt": {"attn_pdrop": None},
 }
 SEQ2SEQ = ("bart", "mt5", "pegasus")
@@ -49,12 +48,17 @@ FAMILIES = (
 )
 
 
-def make_tiny(model_type: str, dtype: torch.dtype = torch.float64, experts: str = "eager") -> nn.Module:
-    """The same random model each time, in training mode, without dropout."""
+def make_tiny(
+    model_type: str, dtype: torch.dtype = torch.float64, experts: str = "eager", layers: int = 2
+) -> nn.Module:
+    """The same random model each time, in training mode, without dropout; an even number of layers."""
     config_class = type(hf.AutoConfig.for_model(model_type))
     known = {name for base in config_class.__mro__ for name in getattr(base, "__annotations__", {})}
     known |= set(inspect.signature(config_class.__init__).parameters)
-    options = {**{name: size for name, size in _SIZES.items() if name in known}, **_EXCEPTIONS.get(model_type, {})}
+    sizes = _SIZES | dict.fromkeys(_LAYERS, layers)
+    options = {**{name: size for name, size in sizes.items() if name in known}, **_EXCEPTIONS.get(model_type, {})}
+    if model_type == "gpt_neo":
+        options["attention_types"] = [[["global", "local"], layers // 2]]
     config = config_class(**{name: value for name, value in options.items() if value is not None})
     auto = hf.AutoModelForSeq2SeqLM if model_type in SEQ2SEQ else hf.AutoModelForCausalLM
     torch.manual_seed(0)

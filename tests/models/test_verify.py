@@ -62,6 +62,8 @@ def test_what_it_needs_is_told():
     model, batch = make_model("llama"), make_batch(4)
     with pytest.raises(ValueError, match="has input_ids, attention_mask and no labels"):
         verify(model, 2, {name: value for name, value in batch.items() if name != "labels"})
+    with pytest.raises(TypeError, match="plain layers have no loss of their own"):
+        verify(torch.nn.Sequential(model), 2, batch)
     model(**batch).loss.backward()
     with pytest.raises(ValueError, match=r"would be lost: clear them by model.zero_grad\(\)"):
         verify(model, 2, batch)
