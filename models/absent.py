@@ -18,7 +18,7 @@ not matter then, a value that is not there is *pretended*.
 
 from __future__ import annotations
 
-from collections import UserDict
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from pipelining_dualpipev._torch import GROUPED_MM, WrapperTensor, pytree, stora
 from pipelining_dualpipev.errors import SplitError
 from pipelining_dualpipev.models.roots import Demand, Root, recording, told
 
-__all__ = ["Absent", "is_container", "tensors_in", "without_known"]
+__all__ = ["Absent", "refuse_spoiled", "tensors_in"]
 
 aten = torch.ops.aten
 
@@ -63,12 +63,17 @@ class _Memory:
         roots: where the data comes from.
         known: whether the tensors that share this hold their data.
         given: whether a unit gave it or it is an input, so that writing into it would write into what a stage is given.
+        maker: the call of a unit in which it was made (its ``recording.used``); None outside of one.
+        spoiled: in the dry run, the call and the name of a unit that has written into it, though it was made outside of
+            that call and given by no unit: what other stages have in its place knows nothing of that.
     """
 
-    __slots__ = ("given", "known", "roots")
+    __slots__ = ("given", "known", "maker", "roots", "spoiled")
 
     def __init__(self, roots: frozenset[Root], known: bool) -> None:
         self.roots, self.known, self.given = roots, known, False
+        self.maker = recording.used
+        self.spoiled: tuple[set[Root] | None, str] | None = None
 
 
 class Absent(WrapperTensor):
@@ -103,8 +108,8 @@ class Absent(WrapperTensor):
     @classmethod
     def like(cls, tensor: torch.Tensor, device: torch.device | str, root: Root) -> Absent:
         """What stands for ``tensor`` where it is not."""
-        # An alias of what is on meta is as good and much faster than another such tensor.
-        meta = tensor.detach() if tensor.is_meta else torch.empty_like(tensor, device="meta")
+        # empty_like is written in Python for meta, and 50 times slower.
+        meta = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
         return cls(meta, device, frozenset({root}))
 
     @property
@@ -139,6 +144,7 @@ class Absent(WrapperTensor):
             return _read(args[0], torch.ones((), dtype=args[0].dtype)).item()
         operands = [x for x in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(x, torch.Tensor)]
         absent = [x for x in operands if isinstance(x, Absent)]
+        refuse_spoiled(absent)
         device = kwargs.get("device") or absent[0].device
         if func in _SHAPE_ONLY:
             return _from_shape(func, args, kwargs, device)
@@ -175,30 +181,19 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     return [x for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 
-def is_container(value: Any) -> bool:
-    """Whether it holds others, which a unit reads or writes there."""
-    return not isinstance(value, torch.Tensor) and isinstance(value, (dict, list, tuple, UserDict))
+def refuse_spoiled(tensors: Iterable[torch.Tensor]) -> None:
+    """Raise if one of them is used though a unit has written into it where others cannot follow.
 
-
-def without_known(tree: Any) -> Any:
-    """Real tensors in place of Absents whose data is known: what a unit that is really called is given.
-
-    Dicts and lists stay the same objects, since a unit may write into them for others to read.
+    Raises:
+        SplitError: naming the unit.
     """
-    if isinstance(tree, Absent):
-        return tree if tree.value is None else tree.value
-    if not is_container(tree):
-        return tree
-    if not isinstance(tree, tuple):
-        for key, inner in list(enumerate(tree) if isinstance(tree, list) else tree.items()):
-            known = without_known(inner)
-            if known is not inner:
-                tree[key] = known
-    else:
-        known_too = [without_known(inner) for inner in tree]
-        if any(now is not before for now, before in zip(known_too, tree, strict=True)):
-            return type(tree)(*known_too) if hasattr(tree, "_fields") else tuple(known_too)
-    return tree
+    for tensor in tensors:
+        spoiled = tensor.memory.spoiled if isinstance(tensor, Absent) else None
+        if spoiled is not None and spoiled[0] is not recording.used:
+            raise SplitError(
+                f"{spoiled[1]} writes in place into a tensor of shape {list(tensor.shape)} that it was given and that "
+                "is used afterwards, where other stages would not see it: let it return what it computes"
+            )
 
 
 def _read(tensor: Absent, pretended: torch.Tensor) -> torch.Tensor:
@@ -220,9 +215,12 @@ def _read(tensor: Absent, pretended: torch.Tensor) -> torch.Tensor:
 def _note_write(target: Any, roots: frozenset[Root], known: bool) -> None:
     """Something is written in place: into an Absent, all of whose views are then written; or into a real tensor."""
     if isinstance(target, Absent):
-        recording.writes_in_place |= recording.dry_run and target.memory.given
-        target.memory.roots |= roots
-        target.memory.known &= known
+        memory = target.memory
+        recording.writes_in_place |= recording.dry_run and memory.given
+        if recording.pretends and not memory.given and memory.maker is not recording.used:
+            memory.spoiled = recording.used, recording.unit
+        memory.roots |= roots
+        memory.known &= known
     elif recording.pretends:
         pass  # within a unit, whose outcome does not matter in the dry run
     elif recording.demands is not None:

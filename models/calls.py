@@ -7,6 +7,7 @@ each at a *place*, in an order that is the same whenever the call is made:
 ======================  ========================================================
 ``("output",)``         the return value
 ``("write", path)``     an entry of a dict or list among the arguments
+``("remove", path)``    an entry that was there and is no more
 ``("capture", key, i)`` the i-th thing the call has added to a collector's list
 ======================  ========================================================
 
@@ -17,15 +18,26 @@ handed through, or a constant.
 from __future__ import annotations
 
 import sys
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 from pipelining_dualpipev._torch import pytree
-from pipelining_dualpipev.models.absent import is_container
+from pipelining_dualpipev.models.absent import Absent
 
-__all__ = ["PLAIN", "Change", "Computed", "Constant", "Description", "HandedThrough", "Snapshot", "leaves_of"]
+__all__ = [
+    "PLAIN",
+    "Change",
+    "Computed",
+    "Constant",
+    "Description",
+    "HandedThrough",
+    "Snapshot",
+    "leaves_of",
+    "without_known",
+]
 
 
 class Computed(NamedTuple):
@@ -48,7 +60,7 @@ class Constant(NamedTuple):
     value: Any
 
 
-PLAIN = (bool, int, float, complex, str)
+PLAIN = (bool, int, float, complex, str, type(None))
 """What is told as it is, if a call gives it: the same whatever the data are, or the split is wrong."""
 
 _NOTHING = object()
@@ -101,9 +113,14 @@ class Snapshot:
     def changes(self, output: Any) -> list[Change]:
         """What the call that returned ``output`` has given."""
         found = [Change(("output",), output)]
-        for path, value in _entries(self._arguments):
+        now = dict(_entries(self._arguments))
+        for path, value in now.items():
             if _is_written(self._entries.get(path, _NOTHING), value):
                 found.append(Change(("write", path), value))
+        for path in self._entries:
+            above = path[:-1]  # whoever writes a container anew has removed what was in it
+            if path not in now and now.get(above) is self._entries.get(above):
+                found.append(Change(("remove", path), None))
         for key, before in self._collected.items():
             for index, value in enumerate(_collector()[key][before:]):
                 found.append(Change(("capture", key, index), value))
@@ -118,6 +135,12 @@ class Snapshot:
         container: Any = self._arguments
         for key in way:
             container = container[key]
+        if place[0] == "remove":
+            if isinstance(container, list):
+                del container[last:]
+            else:
+                container.pop(last, None)
+            return
         if isinstance(container, list):
             container.extend([None] * (last + 1 - len(container)))
         container[last] = value
@@ -136,9 +159,9 @@ def leaves_of(value: Any) -> list[Any]:
 
 
 def _is_written(before: Any, now: Any) -> bool:
-    if isinstance(now, PLAIN):
+    if isinstance(now, PLAIN):  # one that is computed anew is another object each time
         return not isinstance(before, PLAIN) or before != now
-    return before is not now and any(isinstance(leaf, torch.Tensor) for leaf in leaves_of(now))
+    return before is not now
 
 
 def _entries(value: Any, path: tuple[Any, ...] = (), depth: int = 0) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -148,3 +171,29 @@ def _entries(value: Any, path: tuple[Any, ...] = (), depth: int = 0) -> Iterator
             yield (*path, key), inner
         if depth < 6 and is_container(inner):
             yield from _entries(inner, (*path, key), depth + 1)
+
+
+def is_container(value: Any) -> bool:
+    """Whether it holds others, which a unit reads or writes there."""
+    return not isinstance(value, torch.Tensor) and isinstance(value, (dict, list, tuple, UserDict))
+
+
+def without_known(tree: Any) -> Any:
+    """Real tensors in place of Absents whose data is known: what a unit that is really called is given.
+
+    Dicts and lists stay the same objects, since a unit may write into them for others to read.
+    """
+    if isinstance(tree, Absent):
+        return tree if tree.value is None else tree.value
+    if not is_container(tree):
+        return tree
+    if not isinstance(tree, tuple):
+        for key, inner in list(enumerate(tree) if isinstance(tree, list) else tree.items()):
+            known = without_known(inner)
+            if known is not inner:
+                tree[key] = known
+    else:
+        known_too = [without_known(inner) for inner in tree]
+        if any(now is not before for now, before in zip(known_too, tree, strict=True)):
+            return type(tree)(*known_too) if hasattr(tree, "_fields") else tuple(known_too)
+    return tree

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,11 +30,20 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipelining_dualpipev._torch import pytree, replace_call
+from pipelining_dualpipev._torch import pytree, replace_call, version_of
 from pipelining_dualpipev.errors import SplitError
-from pipelining_dualpipev.models.absent import Absent, tensors_in
+from pipelining_dualpipev.models.absent import Absent, refuse_spoiled, tensors_in
 from pipelining_dualpipev.models.assign import Assignment, assign
-from pipelining_dualpipev.models.calls import Computed, Constant, Description, HandedThrough, Leaf, Snapshot
+from pipelining_dualpipev.models.calls import (
+    PLAIN,
+    Change,
+    Computed,
+    Constant,
+    Description,
+    HandedThrough,
+    Leaf,
+    Snapshot,
+)
 from pipelining_dualpipev.models.deal import Balance
 from pipelining_dualpipev.models.loss import LABELS, NUM_ITEMS, LossPlan, LossWatch, marked_labels
 from pipelining_dualpipev.models.numbers import AbsentNumbers
@@ -238,6 +247,7 @@ class _DryRun:
         loss = None
         if watch is not None:
             loss = watch.conclude(output["loss"] if isinstance(output, dict) else output[0])
+        refuse_spoiled(tensors_in(output))
         roots = (tensor.roots for tensor in tensors_in(output) if isinstance(tensor, Absent))
         return frozenset().union(*roots), loss
 
@@ -249,8 +259,10 @@ class _DryRun:
             recording.events = len(self.events)
             before = Snapshot(args, kwargs)
             describe = _Describer(event, before)
+            real = [tensor for _, tensor in before.tensors() if not isinstance(tensor, Absent)]
+            versions = [(tensor, version_of(tensor)) for tensor in real]
             counter = FlopCounterMode(display=False) if self._counts_flops else nullcontext()
-            with pretending() as used, counter:
+            with pretending(fqn) as used, counter:
                 try:
                     output = call(*args, **kwargs)
                 except (RuntimeError, NotImplementedError, IndexError, TypeError, ValueError) as error:
@@ -260,10 +272,30 @@ class _DryRun:
             if isinstance(counter, FlopCounterMode):
                 event.flops = counter.get_total_flops()
             event.uses = frozenset(root for root in used if not (root.kind == "parameter" and root.name in own))
-            event.gives = tuple(Description.of(change, describe) for change in before.changes(output))
+            changes = before.changes(output)
+            _refuse_what_others_would_not_see(fqn, versions, changes)
+            event.gives = tuple(Description.of(change, describe) for change in changes)
             return output
 
         return recorded
+
+
+def _refuse_what_others_would_not_see(
+    unit: str, versions: Iterable[tuple[torch.Tensor, int]], changes: Iterable[Change]
+) -> None:
+    for tensor, version in versions:  # for Absents, see `absent.refuse_spoiled`
+        if version_of(tensor) != version:
+            raise SplitError(
+                f"{unit} writes in place into a tensor of shape {list(tensor.shape)} that it was given, where other "
+                "stages would not see it: let it return what it computes"
+            )
+    for change in changes:
+        for leaf in pytree.tree_leaves(change.value) if change.place[0] == "write" else ():
+            if not isinstance(leaf, (torch.Tensor, *PLAIN)):
+                raise SplitError(
+                    f"{unit} puts a {type(leaf).__name__} into a dict or list that it was given, where other stages "
+                    "would not see it: only tensors, numbers and text can be told to them"
+                )
 
 
 class _Describer:
@@ -280,7 +312,8 @@ class _Describer:
         if id(leaf) in self._numbers:  # the same tensor at a second place
             return self._numbers[id(leaf)]
         path, roots = self._arguments.get(id(leaf), (None, None))
-        if path is not None and roots == getattr(leaf, "roots", None):
+        written = isinstance(leaf, Absent) and leaf.memory.spoiled is not None
+        if path is not None and roots == getattr(leaf, "roots", None) and not written:
             return HandedThrough(path)
         if not isinstance(leaf, Absent):
             return Constant(leaf)  # made from shapes alone

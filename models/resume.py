@@ -324,10 +324,21 @@ class _Reader:
         except (OSError, EOFError, pickle.UnpicklingError) as error:
             raise CheckpointError(f"{self.place} is damaged: {type(error).__name__}: {error}") from error
         self.keys = metadata.state_dict_metadata
+        self._refuse_lost_bytes(metadata)
         self._under: dict[str, list[str]] = {}
         for key in self.keys:
             head, _, tail = key.rpartition("/")
             self._under.setdefault(f"{head}/", []).append(tail)
+
+    def _refuse_lost_bytes(self, metadata: Metadata) -> None:
+        sizes = {path.name: path.stat().st_size for path in self.place.iterdir()}
+        for index, info in metadata.storage_data.items():
+            size, needed = sizes.get(info.relative_path), info.offset + info.length
+            if size is None or size < needed:
+                how = "is missing" if size is None else f"is cut short: it has {size:,} bytes of at least {needed:,}"
+                raise CheckpointError(
+                    f"{self.place} is damaged: the file {info.relative_path}, which holds {index.fqn!r}, {how}"
+                )
 
     def value(self, key: str) -> Any:
         """Something that is no tensor."""

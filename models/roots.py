@@ -46,7 +46,8 @@ class _Recording(threading.local):
 
     dry_run = False
     pretends = False
-    used: set[Root] | None = None  # in a unit: roots of whatever operations have taken
+    unit = ""  # whose call is running, by name
+    used: set[Root] | None = None  # in a unit: roots of whatever operations have taken; another set in each call
     demands: list[Demand] | None = None  # of glue
     events = 0  # how many units have been called so far
     writes_in_place = False  # into something that a unit gave, or an input
@@ -62,12 +63,12 @@ def told(roots: frozenset[Root] | set[Root]) -> str:
 
 
 @contextmanager
-def pretending() -> Iterator[set[Root]]:
+def pretending(unit: str) -> Iterator[set[Root]]:
     """In the dry run, inside a unit: values may be pretended; yields what becomes the roots that the unit has used."""
-    before = recording.pretends, recording.used
+    before = recording.pretends, recording.used, recording.unit
     used: set[Root] = set()
-    recording.pretends, recording.used = True, used
+    recording.pretends, recording.used, recording.unit = True, used, unit
     try:
         yield used
     finally:
-        recording.pretends, recording.used = before
+        recording.pretends, recording.used, recording.unit = before

@@ -26,7 +26,7 @@ from torch import nn
 
 from pipelining_dualpipev._torch import is_view, on_conversion, pytree, replace_call
 from pipelining_dualpipev.errors import SplitError
-from pipelining_dualpipev.models.absent import Absent, tensors_in, without_known
+from pipelining_dualpipev.models.absent import Absent, tensors_in
 from pipelining_dualpipev.models.calls import (
     PLAIN,
     Computed,
@@ -36,6 +36,7 @@ from pipelining_dualpipev.models.calls import (
     Leaf,
     Snapshot,
     leaves_of,
+    without_known,
 )
 from pipelining_dualpipev.models.loss import LABELS, NUM_ITEMS, LossFunction
 from pipelining_dualpipev.models.plan import Event, SplitPlan, accepts

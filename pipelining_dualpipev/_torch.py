@@ -52,6 +52,7 @@ __all__ = [
     "to_torch_order",
     "torch_order",
     "torch_programs",
+    "version_of",
     "writes_in_place",
 ]
 
@@ -267,6 +268,11 @@ def is_view(tensor: torch.Tensor) -> bool:
 def as_no_view(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, or the same data that autograd does not know as a view: for one whose base nobody else has."""
     return torch.ops.aten._unsafe_view(tensor, tensor.shape) if tensor._is_view() else tensor
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often the tensor, or one that shares its memory, has been written in place; -1 if nobody counts."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def writes_in_place(operation: Any) -> bool:

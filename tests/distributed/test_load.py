@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from transformers import GenerationConfig
 
 from pipelining_dualpipev import ScheduleDualPipeV, mean_loss
 from pipelining_dualpipev.models import SplitModel, from_pretrained
@@ -121,19 +122,31 @@ def test_types_are_those_that_transformers_gives(ranks, tmp_path):
     assert {dtype for dtype, _ in found.values()} == {torch.float16, torch.float32}
 
 
-def open_by_name(cache: str) -> dict[str, torch.Tensor]:
-    options = {"cache_dir": cache, "local_files_only": True}
-    parts = from_pretrained("somebody/model", example=make_batch(2), device="cpu", **options)
-    return {name: parameter.detach() for name, parameter in parts.named_parameters()}
+def open_by_name(cache: str, result: str) -> None:
+    parts = from_pretrained(
+        "somebody/tiny", example=make_batch(2), device="cpu", cache_dir=cache, local_files_only=True, revision="old"
+    )
+    parts.save_pretrained(result)
 
 
-def test_a_name_on_the_hub_is_looked_up_where_transformers_keeps_it(ranks, tmp_path):
-    repository = tmp_path / "models--somebody--model"
-    model = store("llama", repository / "snapshots" / "abc")
+def test_a_name_on_the_hub_is_looked_up_as_transformers_does(ranks, tmp_path):
+    """In a cache laid out as the hub's, so that nothing is downloaded; what generates text is kept as well."""
+    repository = tmp_path / "cache" / "models--somebody--tiny"
+    model = store("llama", repository / "snapshots" / "1234")
+    settings = GenerationConfig(max_new_tokens=7, eos_token_id=2)
+    settings.save_pretrained(repository / "snapshots" / "1234")
     (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text("abc")
-    found = {name: value for part in ranks(2).run(open_by_name, str(tmp_path)) for name, value in part.items()}
-    torch.testing.assert_close(found, {name: p.detach() for name, p in model.named_parameters()}, rtol=0, atol=0)
+    (repository / "refs" / "old").write_text("1234")
+    ranks(2).run(open_by_name, str(tmp_path / "cache"), str(tmp_path / "result"))
+    opened = CONFIGS["llama"][1].from_pretrained(tmp_path / "result")
+    assert opened.generation_config.max_new_tokens == 7
+    for (key, value), expected in zip(opened.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(value, expected), key
+
+
+def test_a_name_that_is_not_in_the_cache_is_told_on_every_rank(ranks, tmp_path):
+    for error in ranks(2).run_expecting_errors(open_by_name, str(tmp_path / "cache"), str(tmp_path / "result")):
+        assert "somebody/tiny" in error.message
 
 
 # ----------------------------------------------------------------------------------------------- what can be wrong

@@ -258,6 +258,8 @@ def save_other(directory: str, what: str) -> None:
         ("foreign", "group 0 of the optimizer holds a parameter that is none of the model's"),
         ("shape", "lacks 'model/lm_head.weight'"),
         ("damage", "state-0 is damaged"),
+        ("truncation", "', is cut short: it has "),
+        ("loss", "/state-0 is damaged: the file __1_0.distcp, which holds '"),
     ],
 )
 def test_what_does_not_fit_is_told_on_every_rank(ranks, what, words, tmp_path):
@@ -266,6 +268,11 @@ def test_what_does_not_fit_is_told_on_every_rank(ranks, what, words, tmp_path):
     if what == "damage":
         metadata = tmp_path / "state" / "state-0" / ".metadata"
         metadata.write_bytes(metadata.read_bytes()[:10])
+    written = tmp_path / "state" / "state-0" / "__1_0.distcp"
+    if what == "truncation":
+        written.write_bytes(written.read_bytes()[:-2000])
+    if what == "loss":
+        written.unlink()
     for raised in ranks(2).run_expecting_errors(load_other, directory, what):
         assert raised.type == "CheckpointError"
         assert words in raised.message

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -322,3 +325,36 @@ def test_experts_in_one_operation_are_planned_in_float32():
     assert chain.step(batch, 2) == pytest.approx(loss.item(), rel=1e-6)
     for name, gradient in chain.gradients().items():
         torch.testing.assert_close(gradient, gradients[name], rtol=1e-4, atol=1e-6)
+
+
+A_LARGE_MODEL = """
+import resource
+import sys
+import torch
+from transformers import LlamaConfig
+from pipelining_dualpipev.models import plan_split
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+config = LlamaConfig(vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80,
+                     num_attention_heads=64, num_key_value_heads=8, max_position_embeddings=8192)
+ids = torch.ones(1, 4096, dtype=torch.long)
+before = peak()
+plan = plan_split(config, 8, example={"input_ids": ids, "attention_mask": ids, "labels": ids})
+held = sum(plan.parameter_sizes[name][0].numel() for stage in range(16) for name in plan.local_parameters(stage))
+print(held, len(plan.boundaries), peak() - before)
+"""
+
+
+@pytest.mark.slow
+def test_a_model_of_70_billion_parameters_is_planned_in_less_than_a_gigabyte():
+    done = subprocess.run(
+        [sys.executable, "-c", A_LARGE_MODEL],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=Path(__file__).parents[2],
+    )
+    held, boundaries, taken = map(int, done.stdout.split())
+    assert held > 70e9
+    assert boundaries == 15
+    assert taken < 1e9, done.stderr

@@ -8,7 +8,8 @@ import transformers as hf
 
 from pipelining_dualpipev.errors import SplitError
 from pipelining_dualpipev.models import plan_split, verify
-from pipelining_dualpipev.models.absent import Absent, without_known
+from pipelining_dualpipev.models.absent import Absent
+from pipelining_dualpipev.models.calls import without_known
 from pipelining_dualpipev.models.numbers import AbsentNumbers
 from pipelining_dualpipev.models.roots import Root, pretending
 from pipelining_dualpipev.models.verify import Chain
@@ -62,7 +63,7 @@ def test_a_shape_that_follows_from_known_values_is_right(operation):
 def test_a_shape_that_follows_from_values_that_are_not_there_is_an_error():
     with pytest.raises(SplitError, match="asks for the value of a tensor that another stage has"):
         torch.repeat_interleave(absent([1, 3, 2], known=False))
-    with pretending() as used:
+    with pretending("a unit") as used:
         assert torch.repeat_interleave(absent([1, 3, 2], known=False)).shape == (3,)
     assert used == {Root("input", "ids")}
 

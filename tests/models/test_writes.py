@@ -1,0 +1,174 @@
+"""What a layer writes into its arguments: told to other stages where that can be done, and refused where it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipelining_dualpipev import SplitError
+from pipelining_dualpipev.models import plan_split
+from pipelining_dualpipev.models.verify import Chain
+
+Write = Callable[[int, torch.Tensor, Any], torch.Tensor]
+
+
+class Layer(nn.Module):
+    def __init__(self, index: int, write: Write) -> None:
+        super().__init__()
+        self.inner, self.index, self.write = nn.Linear(3, 3), index, write
+
+    def forward(self, x: torch.Tensor, place: Any) -> torch.Tensor:
+        return self.write(self.index, self.inner(x).tanh(), place)
+
+
+class Model(nn.Module):
+    """Eight layers that are all given one place to write to, which the model makes and looks at in the end."""
+
+    def __init__(
+        self,
+        write: Write,
+        make: Callable[[torch.Tensor], Any],
+        end: Callable[[torch.Tensor, Any], torch.Tensor] = lambda x, place: x,
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(3, 3)
+        self.layers = nn.ModuleList([Layer(index, write) for index in range(8)])
+        self.make, self.end = make, end
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        x = self.embed(x)
+        place = self.make(x)
+        for layer in self.layers:
+            x = layer(x * 1, place)  # a copy, which autograd may keep while the place is written
+        return (self.end(x, place),)
+
+
+def assert_alike(model: Model) -> None:
+    """On four stages it gives what it gives on none, and all gradients."""
+    x = torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3)
+    chain = Chain(model, 2, example={"x": x})
+    output, received, sent = chain.forward({"x": x})
+    expected = model(x)[0]
+    torch.testing.assert_close(output[0], expected)
+    for result in (expected, output[0]):
+        result.square().sum().backward()
+    for stage in (2, 1, 0):
+        edges = zip(sent[stage], received[stage + 1], strict=True)
+        pairs = [(out, into.grad) for out, into in edges if into.grad is not None]
+        torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
+    found = chain.gradients()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad)
+
+
+def one_puts_and_the_next_takes(index: int, x: torch.Tensor, place: Any) -> torch.Tensor:
+    if "taken" in place:
+        return x * place.pop("taken")
+    place["taken"] = x.mean()
+    return x
+
+
+def a_list_is_cleared(index: int, x: torch.Tensor, place: Any) -> torch.Tensor:
+    held = place["list"]
+    if len(held) == 3:
+        x = x + sum(held)
+        held.clear()
+    held.append(x)
+    return x
+
+
+def all_is_in_a_dict_of_a_dict(index: int, x: torch.Tensor, place: Any) -> torch.Tensor:
+    if index % 3 == 0:
+        place["inner"] = {"values": [x, 0.5], "count": index}
+    x = x + place["inner"]["values"][0] * place["inner"]["values"][1] * place["inner"]["count"]
+    place["inner"]["count"] += 1
+    return x
+
+
+def what_is_not_wanted_any_more_is_none(index: int, x: torch.Tensor, place: Any) -> torch.Tensor:
+    if place.get("last") is not None:
+        x, place["last"] = x + place["last"], None
+    else:
+        place["last"] = 2 * x
+    return x
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        one_puts_and_the_next_takes,
+        a_list_is_cleared,
+        all_is_in_a_dict_of_a_dict,
+        what_is_not_wanted_any_more_is_none,
+    ],
+)
+def test_what_is_put_into_a_dict_or_list_or_taken_out_of_it_is_so_on_all_stages(write):
+    """What was taken out stayed where it was on the other stages, and a later layer used it again."""
+    assert_alike(Model(write, lambda x: {"list": []}))
+
+
+def adds_in_place(index: int, x: torch.Tensor, place: Any) -> torch.Tensor:
+    place.add_(x)
+    return x
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: torch.zeros(2, 3, dtype=x.dtype),
+        lambda x: torch.zeros_like(x),
+        lambda x: x * 1,
+    ],
+    ids=["zeros", "zeros like", "computed"],
+)
+def test_a_tensor_into_which_layers_write_in_place_is_refused(make):
+    """Each stage added its own layers' share into a tensor of its own: a wrong sum, and nobody was told."""
+    model = Model(adds_in_place, make, lambda x, place: x + place)
+    with pytest.raises(SplitError, match=r"layers\.0 writes in place into a tensor of shape \[2, 3\] that"):
+        plan_split(model, 2, example={"x": torch.ones(2, 3, dtype=torch.float64)})
+
+
+def test_an_input_into_which_a_layer_writes_in_place_is_refused():
+    class Masks(Model):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor]:
+            for layer in self.layers:
+                x = layer(x, mask)
+            return (x,)
+
+    model = Masks(lambda index, x, mask: x * mask.mul_(0.5), lambda x: None)
+    example = {"x": torch.ones(2, 3, dtype=torch.float64), "mask": torch.ones(2, 3, dtype=torch.float64)}
+    with pytest.raises(SplitError, match=r"layers\.0 writes in place into a tensor of shape \[2, 3\] that"):
+        plan_split(model, 2, example=example)
+
+
+def test_what_a_layer_gave_may_be_written_in_place_by_later_ones():
+    """It travels, and with what was written."""
+    assert_alike(Model(adds_in_place, lambda x: x, lambda x, place: x + place))
+
+
+def test_a_layer_may_write_in_place_into_what_nobody_uses_after_it():
+    class Scales(Model):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+            x = self.embed(x)
+            for layer in self.layers:
+                scaled = x * 2
+                x = layer(x, scaled)
+            return (x,)
+
+    assert_alike(Scales(lambda index, x, scaled: x + scaled.mul_(0.1), lambda x: None))
+    assert_alike(Scales(lambda index, x, scaled: scaled.mul_(0.1).add_(x), lambda x: None))
+
+
+def test_an_object_that_is_put_into_a_dict_is_refused():
+    def write(index: int, x: torch.Tensor, place: Any) -> torch.Tensor:
+        place["layer"] = object()
+        return x
+
+    with pytest.raises(SplitError, match=r"layers\.0 puts a object into a dict or list that it was given"):
+        plan_split(Model(write, lambda x: {}), 2, example={"x": torch.ones(2, 3, dtype=torch.float64)})
