@@ -75,6 +75,11 @@ def assign(
         SplitError: if it cannot be done.
     """
     layers = [event for event in events if event.is_layer]
+    if not layers and units.layers:
+        raise SplitError(
+            f"the model's forward calls none of its {len(units.layers)} layers ({min(units.layers)}, ...), but maybe "
+            "their forward() directly, past hooks and past the split: let it call the layers themselves, layer(x)"
+        )
     parameters_of = {
         unit: {first for name, first in names.items() if name.startswith(f"{unit}.")} for unit in units.units
     }

@@ -106,6 +106,8 @@ def _tiny(config_class: type[PretrainedConfig]) -> Any:
     for name, default in fields.items():
         if name in _SIZES and not isinstance(default, (list, tuple, dict, str)):
             options[name] = _SIZES[name]
+        elif name == "image_size" and isinstance(default, (list, tuple)):
+            options[name] = [_SIZES[name]] * len(default)
         elif _DROPOUT.search(name) and isinstance(default, float):
             options[name] = 0.0
     for name, inner in _sub_configs(config_class).items():

@@ -18,7 +18,7 @@ from tests.coverage.compare import Result
 
 __all__ = ["check_all"]
 
-_MEMORY = 16 << 30  # bytes of address space
+_MEMORY = 6 << 30  # bytes of address space
 Check = Callable[[str, str], Result]
 
 
