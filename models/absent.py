@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from pipelining_dualpipev._torch import GROUPED_MM, WrapperTensor, pytree, storage_of, writes_in_place
+from pipelining_dualpipev._torch import GROUPED_MM, UNIQUE, WrapperTensor, pytree, storage_of, writes_in_place
 from pipelining_dualpipev.errors import SplitError
 from pipelining_dualpipev.models.roots import Demand, Root, recording, told
 
@@ -49,7 +49,7 @@ _SHAPED_BY_VALUES = {
     aten.repeat_interleave.Tensor,
     aten.masked_select.default,
     aten.bincount.default,
-    aten._unique2.default,
+    UNIQUE,
     aten.unique_dim.default,
     aten.unique_consecutive.default,
 }
@@ -63,15 +63,17 @@ class _Memory:
         roots: where the data comes from.
         known: whether the tensors that share this hold their data.
         given: whether a unit gave it or it is an input, so that writing into it would write into what a stage is given.
+        received: whether a unit gave it, so that what is written into it before it is handed on is in it.
         maker: the call of a unit in which it was made (its ``recording.used``); None outside of one.
         spoiled: in the dry run, the call and the name of a unit that has written into it, though it was made outside of
-            that call and given by no unit: what other stages have in its place knows nothing of that.
+            that call and received from no unit: what other stages have in its place knows nothing of that.
     """
 
-    __slots__ = ("given", "known", "maker", "roots", "spoiled")
+    __slots__ = ("given", "known", "maker", "received", "roots", "spoiled")
 
     def __init__(self, roots: frozenset[Root], known: bool) -> None:
-        self.roots, self.known, self.given = roots, known, False
+        self.roots, self.known = roots, known
+        self.given = self.received = False
         self.maker = recording.used
         self.spoiled: tuple[set[Root] | None, str] | None = None
 
@@ -125,7 +127,7 @@ class Absent(WrapperTensor):
     def becomes_given(self, root: Root) -> None:
         """From here on it is a unit's output."""
         self.memory, self._value = _Memory(frozenset({root}), known=False), None
-        self.memory.given = True
+        self.memory.given = self.memory.received = True
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Absent({list(self.shape)}, {self.dtype}, from {told(self.roots)})"
@@ -217,7 +219,7 @@ def _note_write(target: Any, roots: frozenset[Root], known: bool) -> None:
     if isinstance(target, Absent):
         memory = target.memory
         recording.writes_in_place |= recording.dry_run and memory.given
-        if recording.pretends and not memory.given and memory.maker is not recording.used:
+        if recording.pretends and not memory.received and memory.maker is not recording.used:
             memory.spoiled = recording.used, recording.unit
         memory.roots |= roots
         memory.known &= known

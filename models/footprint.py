@@ -94,9 +94,8 @@ class _Watch:
     in_layer: bool = False
     layer_bytes: int = 0
     seen: dict[int, set[int]] = field(default_factory=dict)
-    kept: list[torch.Tensor] = field(
-        default_factory=list
-    )  # so that no storage is freed and its number given to another
+    # So that no storage is freed and its number given to another.
+    kept: list[torch.Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.stages = [StageFootprint() for _ in range(self.plan.num_stages)]

@@ -28,6 +28,7 @@ __all__ = [
     "GROUPED_MM",
     "GradientHooks",
     "TORCH_SCHEDULES",
+    "UNIQUE",
     "TorchDispatchMode",
     "TorchSchedule",
     "WrapperTensor",
@@ -253,6 +254,7 @@ class WrapperTensor(torch.Tensor):
 
 GROUPED_MM = torch.ops.aten._grouped_mm.default
 """What experts are multiplied by where it is one operation: rows [T, K], groups [E, K, N], offsets -> [T, N]."""
+UNIQUE = torch.ops.aten._unique2.default
 
 
 def storage_of(tensor: torch.Tensor) -> int:

@@ -13,6 +13,7 @@ import torch
 import transformers
 from torch import nn
 
+from pipelining_dualpipev._torch import pytree
 from pipelining_dualpipev.errors import SplitError
 from pipelining_dualpipev.models.verify import Chain, Verification, compare
 from pipelining_dualpipev.runtime.weight_grad import AtOperations
@@ -144,8 +145,19 @@ def _difference(found: Verification) -> str:
 def _deferred_share(chain: Chain, batch: dict[str, Any]) -> float:
     """Of the parameters, those whose weight gradients a schedule would put off to W."""
     weights = {index: AtOperations(stage) for index, stage in chain.stages.items()}
-    chain.forward(batch, around=lambda stage: weights[stage].deferring())
-    counts = [gradients.counts() for gradients in weights.values()]
+    output, received, sent = chain.forward(batch, around=lambda stage: weights[stage].deferring())
+    ends = [
+        tensor for tensor in pytree.tree_leaves(output) if isinstance(tensor, torch.Tensor) and tensor.requires_grad
+    ]
+    gradients: list[torch.Tensor | None] = [torch.ones_like(tensor) for tensor in ends]
+    for stage in reversed(range(len(weights))):
+        roots = [(end, gradient) for end, gradient in zip(ends, gradients, strict=True) if gradient is not None]
+        with weights[stage].collecting():
+            torch.autograd.backward([end for end, _ in roots], [gradient for _, gradient in roots])
+        weights[stage].take()
+        if stage:
+            ends, gradients = sent[stage - 1], [tensor.grad for tensor in received[stage]]
+    counts = [of_stage.counts() for of_stage in weights.values()]
     return sum(deferred for deferred, _ in counts) / max(sum(of for _, of in counts), 1)
 
 
