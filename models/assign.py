@@ -29,7 +29,7 @@ from pipelining_dualpipev.models.units import Units
 if TYPE_CHECKING:
     from pipelining_dualpipev.models.plan import Event
 
-__all__ = ["Assignment", "assign", "refuse_ranks_that_share"]
+__all__ = ["Assignment", "assign"]
 
 
 @dataclass(frozen=True)
@@ -75,21 +75,10 @@ def assign(
         SplitError: if it cannot be done.
     """
     layers = [event for event in events if event.is_layer]
-    if not layers and units.layers:
-        raise SplitError(
-            f"the model's forward calls none of its {len(units.layers)} layers ({min(units.layers)}, ...), but maybe "
-            "their forward() directly, past hooks and past the split: let it call the layers themselves, layer(x)"
-        )
     parameters_of = {
         unit: {first for name, first in names.items() if name.startswith(f"{unit}.")} for unit in units.units
     }
-    weights = {
-        "cost": lambda: _weights(events, [event.flops for event in events]),
-        "parameters": lambda: _weights(events, _new_elements(events, parameters_of, sizes)),
-    }
-    for event, stage in zip(layers, deal_out(len(layers), num_stages, balance, weights), strict=True):
-        event.stage = stage
-    cuts = tuple(number for number in range(1, len(layers)) if layers[number].stage != layers[number - 1].stage)
+    cuts = _place_layers(events, layers, units, parameters_of, num_stages, balance, sizes)
     _place_others(events, layers, parameters_of, num_stages)
     uses = _uses(events, demands, num_stages)
     holders = _place_parameters(events, units, names, num_stages, uses)
@@ -118,6 +107,30 @@ def assign(
     return Assignment(cuts, holders, boundaries, [tuple(sorted(names_)) for names_ in required], borrowed)
 
 
+def _place_layers(
+    events: Sequence[Event],
+    layers: Sequence[Event],
+    units: Units,
+    parameters_of: Mapping[str, set[str]],
+    num_stages: int,
+    balance: Balance,
+    sizes: Mapping[str, int],
+) -> tuple[int, ...]:
+    """Set the stages of the layers; the cuts that this comes to."""
+    if not layers and units.layers:
+        raise SplitError(
+            f"the model's forward calls none of its {len(units.layers)} layers ({min(units.layers)}, ...), but maybe "
+            "their forward() directly, past hooks and past the split: let it call the layers themselves, layer(x)"
+        )
+    weights = {
+        "cost": lambda: _weights(events, [event.flops for event in events]),
+        "parameters": lambda: _weights(events, _new_elements(events, parameters_of, sizes)),
+    }
+    for event, stage in zip(layers, deal_out(len(layers), num_stages, balance, weights), strict=True):
+        event.stage = stage
+    return tuple(number for number in range(1, len(layers)) if layers[number].stage != layers[number - 1].stage)
+
+
 def _weights(events: Sequence[Event], values: Sequence[int]) -> Weights:
     """What each event weighs, added up: to the layer before it, or to an end of the model."""
     numbers = [event.index for event in events if event.is_layer]
@@ -136,28 +149,6 @@ def _new_elements(
         seen |= fresh
         new.append(sum(sizes[first] for first in fresh))
     return new
-
-
-def refuse_ranks_that_share(names: Mapping[str, str], stages: Mapping[str, int], num_stages: int, remedy: str) -> None:
-    """Raise if a parameter is on several ranks, where each would have a copy with its part of the gradient.
-
-    Args:
-        names: each name of a parameter to its first one.
-        stages: for each name the stage that holds the parameter under it.
-        num_stages: 2P.
-        remedy: what to do about it.
-
-    Raises:
-        SplitError: naming the parameter everywhere.
-    """
-    tied: dict[str, list[str]] = {}
-    for name, first in names.items():
-        tied.setdefault(first, []).append(name)
-    for aliases in tied.values():
-        ranks = {min(stages[name], num_stages - 1 - stages[name]) for name in aliases}
-        if len(ranks) > 1:
-            where = ", ".join(f"{name} on stage {stages[name]}" for name in aliases)
-            raise SplitError(f"one parameter is needed on {len(ranks)} ranks: {where}. {remedy}")
 
 
 def _uses(events: Sequence[Event], demands: Iterable[Demand], num_stages: int) -> list[tuple[int, Root]]:

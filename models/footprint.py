@@ -79,7 +79,7 @@ def measure_footprint(model: nn.Module, plan: SplitPlan, example: Mapping[str, A
     except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
         raise SplitError(
             f"the model's forward does not run without data, so what it holds is not known: {type(error).__name__}: "
-            f"{error}"
+            f"{error}. Measure a real step instead, with torch.profiler and profile_memory=True"
         ) from error
     return watch.stages
 

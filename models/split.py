@@ -112,7 +112,7 @@ def split(
     """Cut a model into the 2P stages of a V over the P ranks of a group; each rank builds its two. Collective.
 
     Every stage runs the model's own forward, so this needs no code for any architecture. Plain layers, which are called
-    one after another, are dealt out evenly and in order: the step is given one input, a target, and a ``loss_fn`` of
+    one after another, are only dealt out: the step is given one input, a target, and a ``loss_fn`` of
     yours. Layers that belong together go into an ``nn.Sequential`` of their own, which stays whole.
 
     Args:

@@ -26,7 +26,6 @@ from torch import nn
 
 from pipelining_dualpipev._torch import has_hooks
 from pipelining_dualpipev.errors import SplitError
-from pipelining_dualpipev.models.assign import refuse_ranks_that_share
 from pipelining_dualpipev.models.deal import Balance, Weights, deal_out
 
 __all__ = ["Layers", "StackPlan", "build_stack", "layers_of", "plan_stack"]
@@ -175,8 +174,19 @@ def _named(plan: StackPlan, layers: Mapping[str, nn.Module]) -> StackPlan:
         for name, parameter in layer.named_parameters(prefix=layer_name, remove_duplicate=False):
             names[name] = first.setdefault(parameter, name)
             stages[name] = plan.stage_of[layer_name]
-    refuse_ranks_that_share(names, stages, plan.num_stages, _REMEDY)
+    _refuse_ranks_that_share(names, stages, plan.num_stages)
     return replace(plan, names=names)
+
+
+def _refuse_ranks_that_share(names: Mapping[str, str], stages: Mapping[str, int], num_stages: int) -> None:
+    tied: dict[str, list[str]] = {}
+    for name, first in names.items():
+        tied.setdefault(first, []).append(name)
+    for aliases in tied.values():
+        ranks = {min(stages[name], num_stages - 1 - stages[name]) for name in aliases}
+        if len(ranks) > 1:
+            where = ", ".join(f"{name} on stage {stages[name]}" for name in aliases)
+            raise SplitError(f"one parameter is needed on {len(ranks)} ranks: {where}. {_REMEDY}")
 
 
 def build_stack(

@@ -47,8 +47,7 @@ from pipelining_dualpipev.models.surgery import (
     glue_of,
     make_parameters_absent,
     refuse_hooks_on_glue,
-    set_absent,
-    set_parameter,
+    set_tensor,
 )
 
 __all__ = ["StageModule"]
@@ -110,7 +109,7 @@ class StageModule(nn.Module):
         local = plan.local_parameters(stage)
         make_parameters_absent(self.model, plan.names, keep=local, device=self._device)
         for name in local:
-            set_parameter(self.model, name, parameters[name])
+            set_tensor(self.model, name, parameters[name])
         for module in self.model.modules():
             for name, buffer in list(module.named_buffers(recurse=False)):
                 setattr(module, name, buffer.to(self._device))
@@ -177,7 +176,7 @@ class StageModule(nn.Module):
             values = [tensor.clone() for tensor in values]
         run = _Run(plan, self._stage, dict(zip(roots, values, strict=True)))
         for name, first in self._borrowed:
-            set_absent(self.model, name, run.values[Root("parameter", first)])
+            set_tensor(self.model, name, run.values[Root("parameter", first)])
         arguments = self._arguments(plan, inputs)
         token = _active.set(run)
         try:
@@ -208,8 +207,10 @@ class StageModule(nn.Module):
         for name, example in plan.inputs.items():
             if name in plan.required_inputs[self._stage]:
                 # Another stage of this rank is given the same tensor.
-                own = pytree.tree_map_only(torch.Tensor, torch.clone, inputs[name]) if plan.writes_in_place else None
-                arguments[name] = inputs[name] if own is None else own
+                given = inputs[name]
+                arguments[name] = (
+                    pytree.tree_map_only(torch.Tensor, torch.clone, given) if plan.writes_in_place else given
+                )
             else:
                 arguments[name] = self._absent_input(name, example)
         if self._takes_num_items:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -26,8 +25,7 @@ __all__ = [
     "names_of_parameters",
     "refuse_in_autograd_function",
     "refuse_hooks_on_glue",
-    "set_absent",
-    "set_parameter",
+    "set_tensor",
 ]
 
 
@@ -83,7 +81,7 @@ def make_parameters_absent(
         if name not in keep:
             if first not in absent:
                 absent[first] = Absent.like(model.get_parameter(name), device, Root("parameter", first))
-            set_absent(model, name, absent[first])
+            set_tensor(model, name, absent[first])
     # Forwards ask for `next(self.parameters()).dtype`; a module that keeps none of its own has to answer too.
     for module in model.modules():
         if next(nn.Module.parameters(module), None) is None and next(_absent_in(module), None) is not None:
@@ -106,23 +104,12 @@ def convert_absent(model: nn.Module, types: Mapping[torch.dtype, torch.dtype]) -
                 setattr(module, name, converted[value])
 
 
-def set_absent(model: nn.Module, name: str, value: torch.Tensor) -> None:
-    """Let the attribute ``name`` be a plain tensor, of which autograd, optimisers and state dicts know nothing."""
-    module, leaf = _owner(model, name)
-    delattr(module, leaf)
-    setattr(module, leaf, value)
-
-
-def set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Let the parameter ``name`` be this one."""
-    module, leaf = _owner(model, name)
-    delattr(module, leaf)
-    setattr(module, leaf, parameter)
-
-
-def _owner(model: nn.Module, name: str) -> tuple[Any, str]:
+def set_tensor(model: nn.Module, name: str, value: torch.Tensor) -> None:
+    """Let ``name`` be this parameter, or a plain tensor, of which state dicts and the like know nothing."""
     path, _, leaf = name.rpartition(".")
-    return model.get_submodule(path), leaf
+    module = model.get_submodule(path)
+    delattr(module, leaf)  # for setattr to register a parameter as such, and nothing else as one
+    setattr(module, leaf, value)
 
 
 def glue_of(model: nn.Module, units: Units) -> dict[str, nn.Module]:

@@ -26,12 +26,13 @@ from pipelining_dualpipev.planning.placement import Placement
 
 __all__ = [
     "GROUPED_MM",
-    "GradientHooks",
     "TORCH_SCHEDULES",
     "UNIQUE",
+    "GradientHooks",
     "TorchDispatchMode",
     "TorchSchedule",
     "WrapperTensor",
+    "as_no_view",
     "compile_apart",
     "compiled_call",
     "gloo_group_beside",
@@ -42,7 +43,6 @@ __all__ = [
     "is_compiled",
     "is_profiling",
     "is_transforming",
-    "as_no_view",
     "is_view",
     "on_conversion",
     "pytree",
@@ -255,6 +255,7 @@ class WrapperTensor(torch.Tensor):
 GROUPED_MM = torch.ops.aten._grouped_mm.default
 """What experts are multiplied by where it is one operation: rows [T, K], groups [E, K, N], offsets -> [T, N]."""
 UNIQUE = torch.ops.aten._unique2.default
+"""What ``torch.unique`` comes down to."""
 
 
 def storage_of(tensor: torch.Tensor) -> int:

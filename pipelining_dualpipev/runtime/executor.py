@@ -146,7 +146,7 @@ class Executor:
         backwards = [s for s in singles if s.kind in (Kind.FULL_BACKWARD, Kind.BACKWARD_INPUT)]
         self._last_backward = {single.stage: single.microbatch for single in backwards}
         self._trains = bool(backwards)
-        self._last_of_all = backwards[-1:]
+        self._last_of_all = backwards[-1] if backwards else None
         # What crosses into a stage, as noted in the last step in which something changed.
         self._crossing: dict[_Key, tuple[TensorMeta, ...]] = {}
         self._clear()
@@ -209,7 +209,7 @@ class Executor:
                     yield from steps
             except Exception as error:
                 self._fail(str(action), error, action.stage, action.microbatch)
-        for last in self._last_of_all:
+        if last := self._last_of_all:
             try:
                 if finalize:
                     yield from self._tied.end_step(failed=self._failure is not None)

@@ -197,12 +197,9 @@ class StageRunner:
 
     def backward_weight(self, microbatch: int) -> None:
         """Run what `backward` has put off, if that was not needed earlier."""
-        self._put_off.pop(microbatch, _nothing)()
+        if work := self._put_off.pop(microbatch, None):
+            work()
 
     def _puts_off(self, split: bool, last: bool) -> bool:
         """Whether a backward leaves weight gradients for later. A sharded stage's last one reduces what is there."""
         return split and not (last and self._data_parallel.is_sharded)
-
-
-def _nothing() -> None:
-    pass

@@ -106,18 +106,20 @@ class TiedGradients:
             ValueError: if a parameter is trained on one rank and frozen on another.
         """
         errors: list[Exception] = []
+        self._are_summed = True
         for ranks, parameters in self._sets:
             try:
                 words = yield from self._agree(ranks, parameters, failed or bool(errors), errors)
                 if words.failed:
+                    self._are_summed = False
                     continue
                 used = [p for (_, p), have in zip(parameters.items(), words.have, strict=True) if have]
                 yield from self._sum(ranks, used, errors)
             except ValueError as error:
                 errors.append(error)
         if errors:
+            self._are_summed = False
             raise errors[0]
-        self._are_summed = not failed
 
     def _agree(
         self, ranks: tuple[int, ...], parameters: dict[str, nn.Parameter], failed: bool, errors: list[Exception]
@@ -127,10 +129,7 @@ class TiedGradients:
             tuple(parameter.grad is not None for parameter in parameters.values()),
             tuple(not parameter.requires_grad for parameter in parameters.values()),
         )
-        before, after = _neighbours(ranks, self._rank)
-        for peer, sends in ((before, False), (after, True), (after, False), (before, True)):
-            if peer is None:
-                continue
+        for peer, _, sends in _way(ranks, self._rank):
             try:
                 if sends:
                     self._control.send(peer, tuple(words))
@@ -150,33 +149,34 @@ class TiedGradients:
         return words
 
     def _sum(self, ranks: tuple[int, ...], parameters: list[nn.Parameter], errors: list[Exception]) -> Steps:
-        before, after = _neighbours(ranks, self._rank)
+        gone: set[int] = set()
         for gradients in _of_one_type(parameters):
             total = torch.cat([gradient.reshape(-1) for gradient in gradients])
-            try:
-                if before is not None:
-                    so_far = torch.empty_like(total)
-                    yield self._transport.receive(before, [so_far])
-                    total = so_far.add_(total)
-                if after is not None:
-                    self._transport.send(after, [total])
-                    total = torch.empty_like(total)
-                    yield self._transport.receive(after, [total])
-                if before is not None:
-                    self._transport.send(before, [total])
-            except ContactLostError as error:
-                errors.append(error)
-                if before is not None and error.peer != before:
-                    self._transport.send(before, [total])  # who waits for it will be told that it is nothing
-                return
-            sums = total.split([gradient.numel() for gradient in gradients])
-            for gradient, part in zip(gradients, sums, strict=True):
-                gradient.copy_(part.view_as(gradient))
+            for peer, is_back, sends in _way(ranks, self._rank):
+                if peer in gone:
+                    continue  # whoever waits beyond it gets what there is, and will be told that it is nothing
+                try:
+                    if sends:
+                        self._transport.send(peer, [total])
+                    else:
+                        arrived = torch.empty_like(total)
+                        yield self._transport.receive(peer, [arrived])
+                        total = arrived if is_back else arrived.add_(total)
+                except ContactLostError as error:
+                    errors.append(error)
+                    gone.add(peer)
+            if not gone:
+                sums = total.split([gradient.numel() for gradient in gradients])
+                for gradient, part in zip(gradients, sums, strict=True):
+                    gradient.copy_(part.view_as(gradient))
 
 
-def _neighbours(ranks: tuple[int, ...], rank: int) -> tuple[int | None, int | None]:
+def _way(ranks: tuple[int, ...], rank: int) -> list[tuple[int, bool, bool]]:
+    """The messages of one rank along the others and back: with which rank, whether on the way back, whether sent."""
     at = ranks.index(rank)
-    return (ranks[at - 1] if at else None), (ranks[at + 1] if at + 1 < len(ranks) else None)
+    before, after = ranks[:at][-1:], ranks[at + 1 :][:1]
+    there = [*((peer, False, False) for peer in before), *((peer, False, True) for peer in after)]
+    return [*there, *((peer, True, not sends) for peer, _, sends in reversed(there))]
 
 
 def _of_one_type(parameters: Iterable[nn.Parameter]) -> list[list[Any]]:

@@ -59,7 +59,7 @@ def _run_waits(waits: SimpleQueue[_Wait | None]) -> None:
         except Exception as error:  # told by the rank that waits for this
             wait.error = error
         done = wait.done
-        del wait  # and with it the works, before anybody goes on
+        del wait  # so that this thread holds nothing of it when anybody goes on
         done.set()
 
 

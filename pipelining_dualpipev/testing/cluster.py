@@ -94,7 +94,7 @@ class _Network:
 
     def __init__(self, num_ranks: int, kind: str) -> None:
         if kind not in ("buffered", "rendezvous", "streams"):
-            raise ValueError(f"transport {kind!r} is not one of 'buffered', 'pairs', 'streams'")
+            raise ValueError(f"transport {kind!r} is not one of 'buffered', 'rendezvous', 'streams'")
         self.num_ranks, self._kind = num_ranks, kind
         self.posted: dict[int, list[_Post]] = {rank: [] for rank in range(num_ranks)}
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: on which machine, and how much memory."""
+"""What the benchmarks share: on which machine, how long in turns, and how much memory."""
 
 from __future__ import annotations
 
@@ -6,10 +6,28 @@ import json
 import os
 import platform
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
+
+
+def in_turns(names: Sequence[str], rounds: int, warm_up: int, take: Callable[[str], list[float]]) -> dict[str, Any]:
+    """Figures of each contender by round, after so many to warm up; the slowest rank's. Collective.
+
+    The contenders take turns, every other round in the opposite order, so that what the machine does beside is shared.
+    """
+    found: dict[str, list[list[float]]] = {name: [] for name in names}
+    for number in range(warm_up + rounds):
+        for name in names[:: 1 if number % 2 else -1]:
+            dist.barrier()
+            figures = torch.tensor(take(name), dtype=torch.float64)
+            dist.all_reduce(figures, op=dist.ReduceOp.MAX)
+            if number >= warm_up:
+                found[name].append(figures.tolist())
+    return found
 
 
 def peak_bytes(step: Callable[[], None]) -> int:

@@ -34,7 +34,7 @@ import pipelining_dualpipev
 from pipelining_dualpipev._torch import TORCH_SCHEDULES, torch_order
 from pipelining_dualpipev.planning import CostModel, Placement, dualpipev_order, simulate, tune
 from pipelining_dualpipev.planning.formats import read_order
-from tests.bench.common import machine
+from tests.bench.common import in_turns, machine
 
 ROWS, WIDTH = 1, 16
 OURS = "ours, ScheduleDualPipeV"
@@ -124,19 +124,18 @@ def measure(rank: int, num_ranks: int, n: int, rounds: int, work: list[float], f
         args = (torch.zeros(n * ROWS, WIDTH),) if rank == placement.rank_of[0] else ()
         kwargs = {"target": torch.zeros(n * ROWS, WIDTH), "losses": []} if last else {}
         made[name] = build(name, rank, placement, n, costs), args, kwargs
-    seconds: dict[str, list[float]] = {name: [] for name in made}
-    for number in range(rounds + 1):
-        for name in list(made)[:: 1 if number % 2 else -1]:
-            schedule, args, kwargs = made[name]
-            dist.barrier()
-            begun = time.perf_counter()
-            schedule.step(*args, return_outputs=False, **kwargs)
-            took = torch.tensor([time.perf_counter() - begun], dtype=torch.float64)
-            dist.all_reduce(took, op=dist.ReduceOp.MAX)
-            if number:
-                seconds[name].append(took.item())
+
+    def take(name: str) -> list[float]:
+        schedule, args, kwargs = made[name]
+        begun = time.perf_counter()
+        schedule.step(*args, return_outputs=False, **kwargs)
+        return [time.perf_counter() - begun]
+
+    seconds = in_turns(list(made), rounds, 1, take)
     if rank == 0:
-        Path(folder, "seconds").write_text(json.dumps(seconds))
+        Path(folder, "seconds").write_text(
+            json.dumps({name: [took for (took,) in rows] for name, rows in seconds.items()})
+        )
     dist.barrier()
     dist.destroy_process_group()
 

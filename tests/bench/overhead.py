@@ -32,7 +32,7 @@ import pipelining_dualpipev
 from pipelining_dualpipev import stage_indices
 from pipelining_dualpipev.planning import Placement, dualpipev_order, lower
 from pipelining_dualpipev.planning.actions import Kind
-from tests.bench.common import machine
+from tests.bench.common import in_turns, machine
 
 
 class Trivial(nn.Module):
@@ -120,18 +120,14 @@ def measure(rank: int, num_ranks: int, n: int, rounds: int, folder: str) -> None
             PipelineStage(Trivial(), i, 2 * num_ranks, torch.device("cpu")) for i in stage_indices(rank, num_ranks)
         ]
         schedules[name] = schedule(stages, n, loss_fn=loss_fn)
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in CLASSES}
-    for number in range(rounds + 2):
-        for name in list(CLASSES)[:: 1 if number % 2 else -1]:
-            dist.barrier()
-            wall, cpu = time.perf_counter(), time.process_time()
-            for _ in range(3):
-                schedules[name].step(*given, **target, losses=[], return_outputs=False)
-            took = torch.tensor([time.perf_counter() - wall, time.process_time() - cpu], dtype=torch.float64)
-            took /= 3 * actions
-            dist.all_reduce(took, op=dist.ReduceOp.MAX)
-            if number >= 2:
-                seconds[name].append((took[0].item(), took[1].item()))
+
+    def take(name: str) -> list[float]:
+        wall, cpu = time.perf_counter(), time.process_time()
+        for _ in range(3):
+            schedules[name].step(*given, **target, losses=[], return_outputs=False)
+        return [(time.perf_counter() - wall) / (3 * actions), (time.process_time() - cpu) / (3 * actions)]
+
+    seconds = in_turns(list(CLASSES), rounds, 2, take)
     if rank == 0:
         Path(folder, "seconds").write_text(json.dumps(seconds))
     dist.barrier()

@@ -318,7 +318,12 @@ def test_no_worker_outlives_its_session(tmp_path, how):
                 ranks(2).run(stay, str(request.config.rootpath), timeout=600)
         """)
     )
-    (tmp_path / "conftest.py").write_text("from tests.conftest import ranks, worker_pool")
+    # What a shell runs in the background is started with interrupts ignored, and so would all of its children be.
+    (tmp_path / "conftest.py").write_text(
+        "import signal\n"
+        "from tests.conftest import ranks, worker_pool\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    )
     session = subprocess.Popen(
         [sys.executable, "-m", "pytest", "-q", "--rootdir", tmp_path, "-c", os.devnull, "--import-mode=importlib"],
         cwd=tmp_path,

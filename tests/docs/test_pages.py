@@ -38,14 +38,11 @@ def run_on_ranks(script: str, folder: Path, num_ranks: int = 2) -> str:
 
 
 def assert_same_output(said: str, shown: str) -> None:
-    """The same lines, in whatever order the ranks came to write them.
-
-    Losses in fp32 after many steps are not the same on all processors: 0.52 on one was 0.48 on another.
-    """
+    """The same lines, in whatever order the ranks came to write them; losses may differ in their last digit."""
     lines = [sorted(text.strip().splitlines()) for text in (said, shown)]
     assert [NUMBER.sub("#", line) for line in lines[0]] == [NUMBER.sub("#", line) for line in lines[1]]
     numbers = [[float(number) for line in text for number in NUMBER.findall(line)] for text in lines]
-    assert numbers[0] == pytest.approx(numbers[1], rel=0.15, abs=0.011)
+    assert numbers[0] == pytest.approx(numbers[1], abs=0.011)
 
 
 @pytest.mark.slow
