@@ -1,18 +1,14 @@
-"""What shrinking cannot guess of a model type: sizes that have to go together, patterns of layers, names of its own.
-
-``...`` leaves a field at its default.
-"""
+"""Models of words alone."""
 
 from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["TWEAKS"]
+__all__ = ["WORDS"]
 
 _ALL_HEADS = {"num_key_value_heads": 4}  # latent attention has no groups of heads
 _ALTERNATING = ["sliding_attention", "full_attention"] * 3
 _SHARED_KEYS = {"num_kv_shared_layers": 2, "layer_types": _ALTERNATING}
-_PYRAMID = {"embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4, "patch_size": 4}
 
 
 def _sections(*sizes: int) -> dict[str, Any]:
@@ -20,17 +16,7 @@ def _sections(*sizes: int) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(sizes)}}
 
 
-_SMALL_CONV = {
-    "conv_dim": [16, 16],
-    "conv_stride": [4, 4],
-    "conv_kernel": [8, 4],
-    "num_feat_extract_layers": 2,
-    "num_conv_pos_embeddings": 8,
-    "num_conv_pos_embedding_groups": 2,
-    "vocab_size": 32,
-}
-
-TWEAKS: dict[str, dict[str, Any]] = {
+WORDS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         [
             "axk1",
@@ -156,30 +142,4 @@ TWEAKS: dict[str, dict[str, Any]] = {
         "num_self_attention_heads": 4,
         "num_cross_attention_heads": 4,
     },
-    # images
-    "bit": {"embedding_size": 16, "hidden_sizes": [32, 64], "depths": [3, 3], "num_groups": 4},
-    "regnet": {"embedding_size": 16, "hidden_sizes": [32, 64], "depths": [3, 3], "groups_width": 16},
-    "swin": _PYRAMID,
-    "swinv2": _PYRAMID,
-    "donut-swin": _PYRAMID,
-    "convnext": {"hidden_sizes": [16, 32], "depths": [3, 3], "num_stages": 2},
-    "convnextv2": {"hidden_sizes": [16, 32], "depths": [3, 3], "num_stages": 2},
-    "resnet": {"embedding_size": 16, "hidden_sizes": [16, 32], "depths": [3, 3], "layer_type": "basic"},
-    # sound
-    **dict.fromkeys(
-        [
-            "wav2vec2",
-            "hubert",
-            "data2vec-audio",
-            "unispeech",
-            "unispeech-sat",
-            "wavlm",
-            "wav2vec2-conformer",
-            "sew",
-            "sew-d",
-            "omniasr_ctc",
-        ],
-        _SMALL_CONV,
-    ),
-    "whisper": {"max_source_positions": 16, "max_target_positions": 32, "num_mel_bins": 8},
 }
