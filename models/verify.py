@@ -41,8 +41,8 @@ class Verification:
         loss: of the split model.
         expected_loss: of the other.
         errors: for each parameter the largest difference of its gradients over the largest of the expected ones (or
-            over what rounding leaves of the model's largest gradient, if that is more); infinite where one of the
-            models has no gradient, or one that is not finite.
+            over what rounding leaves of the model's largest gradient, if that is more; 0 where both are within that);
+            infinite where one of the models has no gradient, or one that is not finite.
         tolerance: up to which an error is rounding.
     """
 
@@ -144,8 +144,11 @@ def _error(found: torch.Tensor | None, expected: torch.Tensor | None, largest: f
     if not expected.numel():
         return 0.0
     kind = torch.finfo(expected.dtype)
-    scale = expected.abs().max().clamp_min(max(kind.eps * largest, kind.tiny))
-    return _finite(((found - expected).abs().max() / scale).item())
+    below_rounding = max(kind.eps * largest, kind.tiny)
+    size = expected.abs().max()
+    if size <= below_rounding and found.abs().max() <= below_rounding:
+        return 0.0
+    return _finite(((found - expected).abs().max() / size.clamp_min(below_rounding)).item())
 
 
 def _finite(error: float) -> float:

@@ -24,6 +24,8 @@ IGNORED = -100
 _FIRST_WORD = 3  # after pad, begin and end
 _END = 2
 _LAST_WORD = VOCABULARY - 20  # before images and the like
+_BEGINS = ("vision_start_token_id", "image_start_id")  # what stands before the places of an image
+_ENDS = ("vision_end_token_id", "image_end_id")
 _FORMS = {"image": image_forms, "audio": sound_forms, "wave": wave_forms}
 Batch = dict[str, Any]
 
@@ -32,7 +34,7 @@ def batches_for(task: Task, model: nn.Module, dtype: torch.dtype) -> Iterator[Ba
     """Batches to try, the most demanding one first."""
     generator = torch.Generator().manual_seed(1)
     takes = set(inspect.signature(model.forward).parameters)
-    for whole in _inputs(task, model, dtype, generator):
+    for whole in _inputs(task, model, takes, dtype, generator):
         batch = {name: value for name, value in whole.items() if name in takes or name == "input_ids"}
         yield batch
         without_mask = {name: value for name, value in batch.items() if name != "attention_mask"}
@@ -41,17 +43,24 @@ def batches_for(task: Task, model: nn.Module, dtype: torch.dtype) -> Iterator[Ba
             yield without_mask
 
 
-def _inputs(task: Task, model: nn.Module, dtype: torch.dtype, generator: torch.Generator) -> Iterator[Batch]:
-    senses = [sense for sense in task.inputs if sense != "text"]
-    for sense in senses:
+def _inputs(
+    task: Task, model: nn.Module, takes: set[str], dtype: torch.dtype, generator: torch.Generator
+) -> Iterator[Batch]:
+    takes_senses = False
+    for sense in (sense for sense in task.inputs if sense != "text"):
         for form in _FORMS[sense](model, dtype, generator):
-            if "text" in task.inputs:
+            if not takes & form.keys():
+                continue
+            takes_senses = True
+            if "text" in task.inputs and "input_ids" in takes:
                 yield from _among_words(task, model, sense, form, generator)
             elif task.labels == "row":
                 yield {**form, "labels": torch.arange(ROWS) % 2}
             else:
-                yield {**form, "labels": torch.randint(_FIRST_WORD, 30, (ROWS, 5), generator=generator)}
-    if "text" in task.inputs and not task.needs_senses:
+                labels = torch.randint(_FIRST_WORD, 30, (ROWS, 5), generator=generator)
+                yield {**form, "labels": labels}
+                yield {**form, "decoder_input_ids": labels, "labels": labels}
+    if "text" in task.inputs and not (task.needs_senses and takes_senses):
         yield from _text(task, generator)
 
 
@@ -86,10 +95,12 @@ def _among_words(task: Task, model: nn.Module, sense: str, form: Batch, generato
     token = _token_of(model.config, sense)
     ids = torch.randint(_FIRST_WORD, _LAST_WORD, (ROWS, LENGTH + (places or 0)), generator=generator)
     where = torch.zeros_like(ids, dtype=torch.bool)
-    if places and token is not None:
+    if token is not None:
+        ids[ids == token] += 1  # no place but those
+    if places:
         where[:, 2 : 2 + places] = True
-        ids[where] = token
-        for name, at in (("vision_start_token_id", 1), ("vision_end_token_id", 2 + places)):
+        ids[where] = ids[where] if token is None else token
+        for name, at in [(name, 1) for name in _BEGINS] + [(name, 2 + places) for name in _ENDS]:
             if isinstance(found := getattr(model.config, name, None), int):
                 ids[:, at] = found
     mask = torch.ones_like(ids)
@@ -99,7 +110,14 @@ def _among_words(task: Task, model: nn.Module, sense: str, form: Batch, generato
     labels[0, :2] = IGNORED
     kinds = where.long()
     batch = {**form, "input_ids": ids, "attention_mask": mask, "labels": labels, **_boxes(ids)}
-    yield {**batch, "mm_token_type_ids": kinds, "token_type_ids": kinds, "images_seq_mask": where}
+    yield {
+        **batch,
+        "mm_token_type_ids": kinds,
+        "token_type_ids": kinds,
+        "images_seq_mask": where,
+        "image_embeds_position_mask": where,
+        "cross_attention_mask": mask[..., None, None].repeat(1, 1, 1, 4),
+    }
     if task.labels == "sequence":
         yield {**form, "labels": torch.randint(_FIRST_WORD, _LAST_WORD, (ROWS, 7), generator=generator)}
         yield {**form, "decoder_input_ids": ids[:, :7], "labels": ids[:, :7]}

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
@@ -31,7 +33,9 @@ _GROUPS: tuple[tuple[Any, str], ...] = (
         32,
         "hidden_size d_model n_embd dim embedding_size hidden_dim embed_dim word_embed_proj_dim emb_dim lru_width "
         "out_hidden_size d_embed projection_dim proj_dim encoder_hidden_size decoder_hidden_size output_dim "
-        "encoder_embed_dim decoder_embed_dim input_embedding_dim",
+        "encoder_embed_dim decoder_embed_dim input_embedding_dim projection_hidden_size "
+        "projector_hidden_size projector_input_dim projector_output_dim text_hidden_size vision_hidden_size "
+        "vision_output_dim",
     ),
     (
         48,
@@ -79,7 +83,10 @@ _GROUPS: tuple[tuple[Any, str], ...] = (
     (32, "image_size"),
     (3, "num_channels in_channels"),
     (2, "num_conv_pos_embedding_groups num_labels"),
+    (4, "mm_tokens_per_image latent_query_num"),
+    (192, "patch_embed_hidden_size"),  # three colours of a patch
     (0, "pad_token_id decoder_start_token_id"),
+    (0.02, "initializer_range"),  # of some towers 1e-10, which leaves no gradient to compare
     (0.0, "mask_time_prob mask_feature_prob layerdrop encoder_layerdrop decoder_layerdrop"),
     (1, "bos_token_id"),
     (2, "eos_token_id"),
@@ -99,10 +106,10 @@ def tiny_config(model_type: str) -> Any:
     return _tiny(CONFIG_MAPPING[model_type])
 
 
-def _tiny(config_class: type[PretrainedConfig]) -> Any:
+def _tiny(config_class: type[PretrainedConfig], settings: Mapping[str, Any] = MappingProxyType({})) -> Any:
     tweaks = TWEAKS.get(config_class.model_type, {})
     fields = _fields(config_class)
-    options: dict[str, Any] = {}
+    options = {name: value for name, value in settings.items() if name not in _SIZES}
     for name, default in fields.items():
         if name in _SIZES and not isinstance(default, (list, tuple, dict, str)):
             options[name] = _SIZES[name]
@@ -112,7 +119,7 @@ def _tiny(config_class: type[PretrainedConfig]) -> Any:
             options[name] = 0.0
     for name, inner in _sub_configs(config_class).items():
         if name not in tweaks:
-            options[name] = _tiny(inner).to_dict()
+            options[name] = _tiny(*inner).to_dict()
     options |= tweaks
     config = config_class(**{name: value for name, value in options.items() if value is not ...})
     _let_tokens_fit(config)
@@ -131,7 +138,8 @@ def _fields(config_class: type[PretrainedConfig]) -> dict[str, Any]:
     return fields
 
 
-def _sub_configs(config_class: type[PretrainedConfig]) -> dict[str, type[PretrainedConfig]]:
+def _sub_configs(config_class: type[PretrainedConfig]) -> dict[str, tuple[type[PretrainedConfig], Mapping[str, Any]]]:
+    """The classes of the configs that it holds, and what it sets in them."""
     if not config_class.sub_configs:
         return {}
     try:
@@ -142,9 +150,10 @@ def _sub_configs(config_class: type[PretrainedConfig]) -> dict[str, type[Pretrai
     for name, given in config_class.sub_configs.items():
         inner = getattr(default, name, None)
         if isinstance(inner, PretrainedConfig):
-            found[name] = type(inner)
+            settings = getattr(config_class.sub_configs_defaults.get(name), "init_kwargs", None) or {}
+            found[name] = type(inner), {key: value for key, value in settings.items() if not isinstance(value, dict)}
         elif given.__name__ != "AutoConfig":
-            found[name] = given
+            found[name] = given, {}
     return found
 
 

@@ -15,13 +15,13 @@ ROWS = 2
 
 
 def image_forms(model: nn.Module, dtype: torch.dtype, generator: torch.Generator) -> Iterator[dict[str, torch.Tensor]]:
-    """One image a row: as pixels, as patches with a grid, and as several crops a row."""
+    """One image a row: as pixels, as patches with a grid or in a strip, and as several crops a row."""
     size = _find(model.config, "image_size", 32)
     size = size[0] if isinstance(size, (list, tuple)) else size["height"] if isinstance(size, dict) else size
     patch = _find(model.config, "patch_size", 8)
     patch = patch if isinstance(patch, int) else patch[0]
     merge = _find(model.config, "spatial_merge_size", 2)
-    time = _find(model.config, "temporal_patch_size", 1)
+    time = _find(model.config, "temporal_patch_size", None) or _find(model.config, "patch_temporal", 1)
 
     def noise(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=dtype)
@@ -30,8 +30,22 @@ def image_forms(model: nn.Module, dtype: torch.dtype, generator: torch.Generator
     side = 2 * merge
     grid = torch.tensor([[1, side, side]] * ROWS)
     flat = noise(ROWS * side * side, 3 * time * patch * patch)
-    yield {"pixel_values": noise(ROWS, 3, size, size), "image_sizes": sizes}
-    yield {"pixel_values": flat, "image_grid_thw": grid}
+    squares = noise(ROWS * side * side, 3, patch, patch)
+    pixels = noise(ROWS, 3, size, size)
+    yield {"pixel_values": pixels, "image_sizes": sizes}
+    yield {"pixel_values": pixels}
+    yield {
+        "pixel_values": flat,
+        "image_grid_thw": grid,
+        "image_grid_hw": grid[:, 1:],
+        "image_merge_sizes": torch.tensor([merge] * ROWS),
+    }
+    yield {"pixel_values": squares, "image_grid_thw": grid}
+    yield {"pixel_values": squares[None], "image_grid_thw": grid}
+    yield {
+        "pixel_values": noise(1, 3, patch, ROWS * (2 * side) ** 2 * patch),
+        "target_sizes": torch.tensor([[2 * side, 2 * side]] * ROWS),
+    }
     yield {"pixel_values": noise(ROWS, 1, 3, size, size), "image_sizes": sizes}
     yield {"pixel_values": noise(ROWS, 3, 3, size, size), "image_sizes": sizes}
     yield {"pixel_values": noise(ROWS, 2, 3, size, size), "image_sizes": sizes}
@@ -39,10 +53,21 @@ def image_forms(model: nn.Module, dtype: torch.dtype, generator: torch.Generator
         "pixel_values": noise(ROWS, 16, 3 * patch * patch),
         "spatial_shapes": torch.tensor([[4, 4]] * ROWS),
         "pixel_attention_mask": torch.ones(ROWS, 16, dtype=torch.long),
+        "image_token_pooling": torch.arange(ROWS * 16).reshape(ROWS, 2, 2, 2, 2).transpose(2, 3).reshape(-1, 4),
+        "image_grids": torch.tensor([[2, 2, 0, 0]] * ROWS),
     }
     yield {
         "pixel_values": noise(ROWS, 16, 3 * patch * patch),
         "image_position_ids": torch.cartesian_prod(torch.arange(4), torch.arange(4)).repeat(ROWS, 1, 1),
+    }
+    yield {
+        "protein_input_ids": torch.randint(4, 24, (ROWS, 8), generator=generator),
+        "protein_attention_mask": torch.ones(ROWS, 8, dtype=torch.long),
+    }
+    yield {  # in tiles
+        "pixel_values": noise(ROWS, 1, 4, 3, size, size),
+        "aspect_ratio_ids": torch.tensor([[6], [8]]),
+        "aspect_ratio_mask": torch.ones(ROWS, 1, 4, dtype=torch.long),
     }
     yield {
         "flattened_patches": torch.cat(
@@ -88,9 +113,8 @@ def places_taken(model: nn.Module, form: dict[str, torch.Tensor], kind: str) -> 
     Raises:
         Exception: whatever the model makes of a form that is not its own.
     """
-    features = getattr(model, f"get_{kind}_features", None)
-    if features is None:
-        features = getattr(getattr(model, "model", None), f"get_{kind}_features", None)
+    name = f"get_{kind}_features"
+    features = getattr(getattr(model, "model", None), name, None) or getattr(model, name, None)
     if features is None:
         return None
     takes = inspect.signature(features).parameters

@@ -7,11 +7,14 @@ import os
 import time
 
 import pytest
+import torch
+from torch import nn
 
 from pipelining_dualpipev.models.stage import StageModule
 from tests.coverage import __main__ as runner
-from tests.coverage.compare import Result, check
+from tests.coverage.compare import Result, _perceives, check
 from tests.coverage.page import exact_on_page, write_page
+from tests.coverage.tasks import TASKS
 from tests.coverage.workers import check_all
 
 
@@ -48,6 +51,25 @@ def test_a_type_that_cannot_be_built_is_told_with_the_reason(monkeypatch):
     result = check("causal-lm", "llama")
     assert result.verdict == "not built"
     assert "are not tiny; the largest is model" in result.reason
+
+
+def test_a_batch_whose_image_the_model_leaves_out_is_not_taken():
+    """MiniCPM-V 4.7 goes on with the words alone if its config has no token for an image."""
+
+    class Looking(nn.Module):
+        input_modalities = ("image", "text")
+
+        def __init__(self, sees: bool) -> None:
+            super().__init__()
+            self.sees = sees
+
+        def forward(self, input_ids: torch.Tensor, pixel_values: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"logits": input_ids + pixel_values.sum() if self.sees else input_ids * 1.0}
+
+    batch = {"input_ids": torch.arange(4), "pixel_values": torch.zeros(1, 3, 4, 4)}
+    for sees in (True, False):
+        model = Looking(sees)
+        assert _perceives(TASKS["image-text-to-text"], model, batch, model(**batch)) == sees
 
 
 @pytest.mark.slow

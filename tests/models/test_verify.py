@@ -62,8 +62,10 @@ def test_a_gradient_that_is_a_little_off_is_found_and_named(monkeypatch):
 def test_what_rounding_leaves_of_a_gradient_that_is_zero_is_not_compared():
     """Attention to one place has none, and what is computed of it is noise that differs."""
     noise = torch.full((3,), 1e-20, dtype=torch.float64)
-    assert _error(noise, -noise, largest=1.0) < 1e-3
+    assert _error(noise, -noise, largest=1.0) == 0
     assert _error(noise, -noise, largest=1e-18) == 2
+    assert _error(1e9 * noise, noise, largest=1.0) > 1e-6
+    assert _error(noise, 1e9 * noise, largest=1.0) == pytest.approx(1)
     empty = torch.empty(0)
     assert _error(empty, empty, largest=1.0) == 0
     assert _error(None, noise, largest=1.0) == math.inf
