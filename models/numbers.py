@@ -1,7 +1,8 @@
 """Tensors made of a list of numbers, in a dry run where the numbers are absent.
 
-``torch.tensor([a, b])`` reads its numbers where no tensor subclass is asked, and would find no data in an `Absent`. A
-mode sees the call before. It is needed in the dry run alone: a stage has the inputs that such numbers come from.
+``torch.tensor([a, b])`` reads its numbers where no tensor subclass is asked, and would find no data in an `Absent`. So
+does ``mask[[a, b], [c, d]] = False``, which makes tensors of its lists. A mode sees the call before. It is needed in
+the dry run alone: a stage has the inputs that such numbers come from.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from pipelining_dualpipev.models.roots import recording
 
 __all__ = ["AbsentNumbers"]
 
+_INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+
 
 class AbsentNumbers(TorchFunctionMode):
     """While it is entered, a tensor of absent numbers is absent, with their roots."""
@@ -24,10 +27,22 @@ class AbsentNumbers(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in (torch.tensor, torch.as_tensor) and args and isinstance(args[0], (list, tuple)):
-            numbers = [x for x in pytree.tree_leaves(args[0]) if isinstance(x, Absent)]
+            numbers = _absent(args[0])
             if numbers:
                 return _tensor_of(numbers, func, args, kwargs)
+        if func in _INDEXING and isinstance(args[1], (list, tuple)):
+            args = (args[0], type(args[1])(map(_indices, args[1])), *args[2:])
         return func(*args, **kwargs)
+
+
+def _absent(numbers: Any) -> list[Absent]:
+    return [x for x in pytree.tree_leaves(numbers) if isinstance(x, Absent)]
+
+
+def _indices(part: Any) -> Any:
+    """A part of an index, as a tensor if it is a list of numbers of which some are absent."""
+    numbers = _absent(part) if isinstance(part, (list, tuple)) else []
+    return _tensor_of(numbers, torch.tensor, (part,), {}) if numbers else part
 
 
 def _tensor_of(numbers: list[Absent], func: Any, args: Any, kwargs: dict[str, Any]) -> Absent:

@@ -79,6 +79,20 @@ def test_a_tensor_of_absent_numbers_is_absent():
         assert torch.tensor([one, absent([5], known=False)[0]]).value is None
 
 
+def test_lists_of_absent_numbers_index_as_those_that_are_there_do():
+    """UDOP marks the patches that lie under words so, in tuples of rows and of columns."""
+    rows, columns = absent([0, 1], known=True), absent([2, 1], known=True)
+    marked = torch.ones_like(absent([[0, 0, 0], [0, 0, 0]], known=False))  # follows from a shape, so it is known
+    expected = torch.ones(2, 3, dtype=torch.long)
+    expected[[0, 1], [2, 1]] = 7
+    with AbsentNumbers():
+        marked[tuple(rows), tuple(columns)] = 7
+        found = marked[tuple(rows), [2, 1]]
+    assert torch.equal(without_known(marked), expected)
+    assert torch.equal(without_known(found), torch.tensor([7, 7]))
+    assert marked.roots == {Root("input", "ids")}
+
+
 def test_rows_that_a_layer_sorts_by_expert_are_split_into_as_many_as_there_are():
     """How many each expert gets is pretended in a dry run; they have to add up all the same."""
     config = hf.JetMoeConfig(
