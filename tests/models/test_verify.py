@@ -24,6 +24,10 @@ def test_a_split_that_is_right(name, dtype):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_the_loss_of_a_model_that_gives_a_tuple_is_its_first():
+    assert verify(make_model("llama").eval(), 2, {**make_batch(4), "return_dict": False}).matches
+
+
 def test_a_boundary_that_cuts_the_gradient_off_is_found(monkeypatch):
     outgoing = StageModule._outgoing
 
