@@ -13,7 +13,7 @@ Whatever is wrong is found in 1 or 2, on every rank, before a tensor has moved.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -278,7 +278,7 @@ class OrderedSchedule(TorchSchedule):
         mbs = mbs.with_target_as(name) if name else mbs
         for runner in self._runners.values():
             runner.check_inputs(mbs.kwargs)
-        return mbs
+        return replace(mbs, kinds=[runner.prepare_inputs(mbs.kwargs) for runner in self._runners.values()])
 
     def _loss_of_step(self, inputs: Microbatches, trains: bool, loss_kwargs: dict[str, Any]) -> Loss | None:
         if trains and not torch.is_grad_enabled():

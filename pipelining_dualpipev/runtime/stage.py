@@ -84,6 +84,7 @@ class StageRunner:
         self.device = torch.device(stage.device)
         own = stage_module(stage.submod)
         self.required_inputs: tuple[str, ...] | None = getattr(own, "required_inputs", None)
+        self._prepare_inputs: Callable[..., object] | None = getattr(own, "prepare_inputs", None)
         builder = stage.dw_builder
         self._accepted_inputs: frozenset[str] | None = getattr(own, "accepted_inputs", None)
         self._data_parallel = DataParallelStage(stage.submod)
@@ -118,6 +119,10 @@ class StageRunner:
             raise ValueError(
                 f"the step was given {', '.join(sorted(unknown))}, which the model was not split for: it takes {remedy}"
             )
+
+    def prepare_inputs(self, kwarg_mbs: Sequence[Mapping[str, Any]]) -> object:
+        """What the first stage's module has to say of the step's keyword inputs before it runs, if it has."""
+        return self._prepare_inputs(kwarg_mbs) if self._prepare_inputs is not None and self.index == 0 else None
 
     def select_inputs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Of the step's keyword inputs those that this stage takes: the ones it names, or all if it names none."""
