@@ -25,8 +25,8 @@ from pipelining_dualpipev._torch import TorchSchedule, to_torch_order
 from pipelining_dualpipev.planning.actions import Order, forwards_of
 from pipelining_dualpipev.planning.lowering import lower
 from pipelining_dualpipev.planning.placement import Placement
-from pipelining_dualpipev.runtime.control import DistributedControl
-from pipelining_dualpipev.runtime.data_parallel import Replicas
+from pipelining_dualpipev.runtime.control import DistributedControl, digest_of
+from pipelining_dualpipev.runtime.data_parallel import Replicas, refuse_other_orders
 from pipelining_dualpipev.runtime.executor import Wires
 from pipelining_dualpipev.runtime.loss import Loss
 from pipelining_dualpipev.runtime.microbatches import Microbatches, cut_batch, merge_outputs, take_cut
@@ -92,6 +92,7 @@ class OrderedSchedule(TorchSchedule):
         order, placement, required_inputs = agree_on_setup(
             control, planner, stages, n_microbatches, loss_fn, grad_scaler, scale_grads=scale_grads, problem=problem
         )
+        refuse_other_orders([stage.submod for stage in stages], digest_of(order), control)
         super().__init__(
             stages,
             n_microbatches,
