@@ -194,15 +194,27 @@ class StageModule(nn.Module):
         outgoing = (self._outgoing(root, run) for root in plan.boundaries[self._stage])
         return (*encode(key, self._device), *outgoing)
 
-    def prepare_inputs(self, kwarg_mbs: Sequence[Mapping[str, Any]]) -> tuple[Key, ...]:
-        """On the first stage, before a step: find or make the plan for each microbatch.
+    def prepare_inputs(
+        self, kwarg_mbs: Sequence[Mapping[str, Any]], told: Sequence[Key] | None = None
+    ) -> tuple[Key, ...] | None:
+        """Find or make the plan for each microbatch, before a step.
+
+        Args:
+            kwarg_mbs: by microbatch the inputs in ``required_inputs``.
+            told: what the first stage's module has returned; None on the first stage.
 
         Returns:
-            What says, beside the shapes of the inputs, which plans these are.
+            On the first stage what says, beside the shapes of the inputs, which plans these are.
 
         Raises:
             SplitError: if the model cannot be split so for one of them.
         """
+        if told is not None:
+            for key, inputs in zip(told, kwarg_mbs, strict=True):
+                self._plans.get(key, inputs)
+            return None
+        if self._stage:
+            return None
         for inputs in kwarg_mbs:
             self._check_types(inputs)
         self._found = [(_all_tensors(inputs), self._plans.find(inputs)) for inputs in kwarg_mbs]

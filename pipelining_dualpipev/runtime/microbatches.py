@@ -27,13 +27,13 @@ class Microbatches:
         args: by position.
         kwargs: by keyword.
         targets: for the loss, if there are any.
-        kinds: what the first stage's module tells the inputs apart by, beside their shapes and types.
+        told: what the first stage's module has said of the keyword inputs, if anything.
     """
 
     args: list[tuple[Any, ...]]
     kwargs: list[dict[str, Any]]
     targets: list[Any] | None
-    kinds: object = None
+    told: Any = None
 
     @classmethod
     def none(cls, n_microbatches: int) -> Microbatches:
@@ -52,7 +52,7 @@ class Microbatches:
 
     def signature(self) -> tuple[Any, ...]:
         """What is the same in two steps only if all that crosses between stages has the same shapes."""
-        return _describe(self.args), _describe(self.kwargs), _describe(self.targets), self.kinds
+        return _describe(self.args), _describe(self.kwargs), _describe(self.targets), self.told
 
     def keyword_inputs(self) -> dict[str, object] | None:
         """Each keyword input by name: shapes and types over the microbatches, as words; None if there are none."""

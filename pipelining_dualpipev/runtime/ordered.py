@@ -89,7 +89,7 @@ class OrderedSchedule(TorchSchedule):
             raise ValueError("stages is empty: give the stages that this rank holds")
         group = stages[0].group
         control = DistributedControl(group)
-        order, placement, required_inputs = agree_on_setup(
+        order, placement, required_inputs, prepares = agree_on_setup(
             control, planner, stages, n_microbatches, loss_fn, grad_scaler, scale_grads=scale_grads, problem=problem
         )
         refuse_other_orders([stage.submod for stage in stages], digest_of(order), control)
@@ -124,6 +124,7 @@ class OrderedSchedule(TorchSchedule):
             runners=self._runners,
             wires=Wires(DistributedTransport(group), control),
             required_inputs=required_inputs,
+            prepares=prepares,
             replicas=Replicas([stage.submod for stage in stages]),
         )
 
@@ -279,7 +280,7 @@ class OrderedSchedule(TorchSchedule):
         mbs = mbs.with_target_as(name) if name else mbs
         for runner in self._runners.values():
             runner.check_inputs(mbs.kwargs)
-        return replace(mbs, kinds=[runner.prepare_inputs(mbs.kwargs) for runner in self._runners.values()])
+        return replace(mbs, told=self._runners[0].prepare_inputs(mbs.kwargs)) if 0 in self._runners else mbs
 
     def _loss_of_step(self, inputs: Microbatches, trains: bool, loss_kwargs: dict[str, Any]) -> Loss | None:
         if trains and not torch.is_grad_enabled():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from pipelining_dualpipev import RanksDisagreeError, ScheduleDualPipeV, SplitError, mean_loss
-from pipelining_dualpipev.models import split
+from pipelining_dualpipev.models import shapes, split
 from tests.models.senses import batch_for, make, with_images
 from tests.models.test_replanning import CutsToLength, rows
 
@@ -118,8 +119,25 @@ def test_images_come_and_go_between_microbatches_and_steps(ranks, example):
     assert told[1] == f"rank 0: {told[0]}"
 
 
-def train_where_values_decide() -> None:
+def train_where_values_decide() -> int:
     torch.manual_seed(0)
+    planned_in_forward = []
+    make_plan = shapes.make_plan
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        planned_in_forward.append(any(isinstance(f.frame.f_locals.get("received"), tuple) for f in inspect.stack()))
+        return make_plan(*args, **kwargs)
+
+    shapes.make_plan = watched
+    try:
+        _train_where_values_decide()
+    finally:
+        shapes.make_plan = make_plan
+    assert not any(planned_in_forward), "ranks plan at once, before the step, and not each when its turn has come"
+    return len(planned_in_forward)
+
+
+def _train_where_values_decide() -> None:
     model = CutsToLength()
     parts = split(model, example=rows(2, 3), device="cpu")
     schedule = ScheduleDualPipeV(parts.stages, 2, lambda output, target: (output[0].sum(1) * target).mean())
@@ -138,4 +156,5 @@ def train_where_values_decide() -> None:
 
 
 def test_a_step_may_cross_in_other_shapes_than_the_last_though_its_inputs_have_the_same(ranks):
-    ranks(2).run(train_where_values_decide)
+    # Rows of 3 are the example's; of 5 and, without layer 2, of 2 are new.
+    assert ranks(2).run(train_where_values_decide) == [2, 2]
