@@ -168,6 +168,7 @@ def test_what_is_no_tensor_is_refused_by_name():
         chain.stages[0](**make_batch(2), use_cache=True)
 
 
+@pytest.mark.slow
 def test_plans_that_were_long_not_used_are_dropped_and_made_again(dry_runs, monkeypatch):
     monkeypatch.setattr(shapes, "_KEPT", 2)
     model = make_model("llama")
