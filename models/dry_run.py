@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -87,8 +87,19 @@ class DryRun:
             own = {canonical for name, canonical in names.items() if name.startswith(f"{fqn}.")}
             replace_call(unit, partial(self._record, fqn, unit, fqn in units.layers, own))
 
-    def run(self, inputs: dict[str, Any], constants: dict[str, Any]) -> tuple[frozenset[Root], LossPlan | None]:
-        """Run; gives what the model's output is made of, and how its loss comes about."""
+    def run(
+        self, inputs: dict[str, Any], constants: dict[str, Any], decisive: Collection[str]
+    ) -> tuple[frozenset[Root], LossPlan | None]:
+        """Run the model's forward.
+
+        Args:
+            inputs: what has tensors in it.
+            constants: what has none.
+            decisive: the inputs whose values are those of a batch; of the others they only stand for some.
+
+        Returns:
+            What the model's output is made of, and how its loss comes about.
+        """
         values = {name: pytree.tree_map_only(torch.Tensor, torch.clone, value) for name, value in inputs.items()}
         watch = None
         if isinstance(values.get(LABELS), torch.Tensor):
@@ -97,7 +108,7 @@ class DryRun:
             if accepts(self._model, NUM_ITEMS):
                 constants = {**constants, NUM_ITEMS: torch.ones(())}
         absent = {name: _valued(value, Root("input", name)) for name, value in values.items()}
-        for name in values.keys() - {LABELS}:  # whose values are marks
+        for name in values.keys() & set(decisive) - {LABELS}:  # whose values are marks
             self.tape.add_input(name, [tensor.value for tensor in tensors_in(absent[name])])  # type: ignore[attr-defined]
         recording.dry_run, recording.writes_in_place = True, False
         recording.demands, recording.events, recording.tape = self.demands, 0, self.tape
