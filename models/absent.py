@@ -155,6 +155,8 @@ class Absent(WrapperTensor):
                 _ask_for(x)
             return all(x.value is not None for x in absent) and bool(_seen(on_known(_are_equal, args, {})))
         roots = frozenset().union(*(x.roots for x in absent))
+        if recording.dry_run and not recording.pretends and torch.Tag.nondeterministic_seeded in func.tags:
+            roots |= {recording.draw(func.overloadpacket.__name__)}
         if recording.used is not None:
             recording.used |= roots
         if func in _SHAPED_BY_VALUES:
@@ -200,7 +202,11 @@ def refuse_spoiled(tensors: Iterable[torch.Tensor]) -> None:
 def _read(tensor: Absent, pretended: torch.Tensor) -> torch.Tensor:
     """The tensor's data, for Python code that asks for it."""
     _ask_for(tensor)
-    return pretended if tensor.value is None else _seen(tensor.value)
+    if tensor.value is None:
+        return pretended
+    if recording.dry_run and any(root.kind == "random" for root in tensor.roots):
+        recording.chances += (tensor.value.tolist(),)
+    return _seen(tensor.value)
 
 
 def _seen(value: torch.Tensor, *, only_shape: bool = False) -> torch.Tensor:

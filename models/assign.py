@@ -95,8 +95,11 @@ def assign(
 
     needs: list[set[Root]] = [set() for _ in range(num_stages)]
     required: list[set[str]] = [set() for _ in range(num_stages)]
+    drawn_on: dict[Root, int] = {}
     for stage, root in uses:
-        if root.kind == "input":
+        if root.kind == "random":
+            _refuse_another(root, drawn_on.setdefault(root, stage), stage)
+        elif root.kind == "input":
             required[stage].add(root.name)
         elif root.kind == "parameter" and stage in set.intersection(*held[root.name]):
             continue  # under whatever name it is asked for
@@ -260,3 +263,12 @@ def _of_uncalled(units: Units, called: Mapping[str, set[int]]) -> dict[str, set[
         elif unit in units.layers and stack in last:
             places[unit] = {last[stack]}
     return places
+
+
+def _refuse_another(root: Root, one: int, other: int) -> None:
+    if one != other:
+        raise SplitError(
+            f"the model's forward draws random numbers outside of its layers ({root.name}), which stages {one} and "
+            f"{other} use and would each draw anew: let a module draw them, such as an nn.Dropout, which runs on one "
+            "stage for all, or switch it off"
+        )

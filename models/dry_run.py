@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext
@@ -39,7 +40,7 @@ from pipelining_dualpipev.models.guards import Tape
 from pipelining_dualpipev.models.loss import LABELS, NUM_ITEMS, LossPlan, LossWatch, marked_labels
 from pipelining_dualpipev.models.numbers import AbsentNumbers
 from pipelining_dualpipev.models.roots import Demand, Root, pretending, recording
-from pipelining_dualpipev.models.surgery import refuse_in_autograd_function
+from pipelining_dualpipev.models.surgery import make_parameters_absent, refuse_in_autograd_function
 from pipelining_dualpipev.models.units import Units
 
 __all__ = ["DryRun", "Event", "accepts", "on_meta"]
@@ -75,55 +76,75 @@ class Event:
 
 
 class DryRun:
-    """One run of the whole model on no data."""
+    """One run of the whole model on no data.
 
-    def __init__(self, model: nn.Module, units: Units, names: dict[str, str], *, counts_flops: bool) -> None:
-        self._model, self._counts_flops = model, counts_flops
+    Args:
+        skeleton: the model without weights; left as it is.
+        units: of it.
+        names: each name of a parameter to its first one.
+        inputs: what has tensors in it.
+        constants: what has none.
+        decisive: the inputs whose values are those of a batch; of the others they only stand for some.
+        draws: what glue gets where it draws evenly from 0 to 1.
+        counts_flops: whether those of each event are counted.
+
+    Attributes:
+        events: calls of units, in order.
+        demands: what glue needed, but for the output.
+        output: roots of the model's output.
+        loss: how it comes about; None if there are no labels.
+        writes_in_place: whether anything is written into what a unit gave, or an input.
+        tape: of what was done with inputs.
+        chances: what code has seen of random numbers that glue has drawn.
+    """
+
+    def __init__(
+        self,
+        skeleton: nn.Module,
+        units: Units,
+        names: dict[str, str],
+        inputs: dict[str, Any],
+        constants: dict[str, Any],
+        decisive: Collection[str],
+        *,
+        draws: float,
+        counts_flops: bool,
+    ) -> None:
+        self._counts_flops = counts_flops
         self.events: list[Event] = []
         self.demands: list[Demand] = []
-        self.writes_in_place = False
         self.tape = Tape()
-        for fqn, unit in units.units.items():
+        model = copy.deepcopy(skeleton)
+        for fqn in units.units:
             own = {canonical for name, canonical in names.items() if name.startswith(f"{fqn}.")}
+            unit = model.get_submodule(fqn)
             replace_call(unit, partial(self._record, fqn, unit, fqn in units.layers, own))
-
-    def run(
-        self, inputs: dict[str, Any], constants: dict[str, Any], decisive: Collection[str]
-    ) -> tuple[frozenset[Root], LossPlan | None]:
-        """Run the model's forward.
-
-        Args:
-            inputs: what has tensors in it.
-            constants: what has none.
-            decisive: the inputs whose values are those of a batch; of the others they only stand for some.
-
-        Returns:
-            What the model's output is made of, and how its loss comes about.
-        """
+        make_parameters_absent(model, names, keep=(), device="cpu")
         values = {name: pytree.tree_map_only(torch.Tensor, torch.clone, value) for name, value in inputs.items()}
         watch = None
         if isinstance(values.get(LABELS), torch.Tensor):
             values[LABELS] = marked_labels(values[LABELS])
             watch = LossWatch(values[LABELS].clone())
-            if accepts(self._model, NUM_ITEMS):
+            if accepts(model, NUM_ITEMS):
                 constants = {**constants, NUM_ITEMS: torch.ones(())}
         absent = {name: _valued(value, Root("input", name)) for name, value in values.items()}
         for name in values.keys() & set(decisive) - {LABELS}:  # whose values are marks
             self.tape.add_input(name, [tensor.value for tensor in tensors_in(absent[name])])  # type: ignore[attr-defined]
-        recording.dry_run, recording.writes_in_place = True, False
-        recording.demands, recording.events, recording.tape = self.demands, 0, self.tape
-        try:
-            with torch.no_grad(), AbsentNumbers(), watch or nullcontext():
-                output = self._model(**absent, **constants)
-        finally:
-            recording.dry_run, recording.demands, recording.tape = False, None, None
-        self.writes_in_place = recording.writes_in_place
-        loss = None
+        with (
+            recording.dry_run_of(self.demands, self.tape, draws),
+            torch.random.fork_rng(devices=[]),
+            torch.no_grad(),
+            AbsentNumbers(),
+            watch or nullcontext(),
+        ):
+            output = model(**absent, **constants)
+        self.writes_in_place, self.chances = recording.writes_in_place, recording.chances
+        self.loss: LossPlan | None = None
         if watch is not None:
-            loss = watch.conclude(output["loss"] if isinstance(output, dict) else output[0])
+            self.loss = watch.conclude(output["loss"] if isinstance(output, dict) else output[0])
         refuse_spoiled(tensors_in(output))
         roots = (tensor.roots for tensor in tensors_in(output) if isinstance(tensor, Absent))
-        return frozenset().union(*roots), loss
+        self.output: frozenset[Root] = frozenset().union(*roots)
 
     def _record(
         self, fqn: str, unit: nn.Module, is_layer: bool, own: set[str], call: Callable[..., Any]

@@ -1,8 +1,11 @@
-"""Tensors made of a list of numbers, in a dry run where the numbers are absent.
+"""Tensors that are made where no tensor subclass is asked, in a dry run: of absent numbers, and of random ones.
 
 ``torch.tensor([a, b])`` reads its numbers where no tensor subclass is asked, and would find no data in an `Absent`. So
 does ``mask[[a, b], [c, d]] = False``, which makes tensors of its lists. A mode sees the call before. It is needed in
 the dry run alone: a stage has the inputs that such numbers come from.
+
+Nor is a subclass asked by ``torch.rand(2)``. Of what glue draws so every stage has other numbers, so they become an
+`Absent` with a root of their own, by which to see whether more than one stage has a use for them.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from pipelining_dualpipev.models.roots import recording
 
 __all__ = ["AbsentNumbers"]
 
+_DRAWS = (torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal, torch.bernoulli, torch.multinomial)
 _INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 
 
@@ -33,7 +37,13 @@ class AbsentNumbers(TorchFunctionMode):
                 return _tensor_of(numbers, func, args, kwargs)
         if func in _INDEXING and isinstance(args[1], (list, tuple)):
             args = (args[0], type(args[1])(map(_indices, args[1])), *args[2:])
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func in _DRAWS and not recording.pretends and not isinstance(result, Absent):
+            root = recording.draw(func.__name__)
+            if func is torch.rand:
+                result.fill_(recording.draws)
+            return Absent(result.to("meta"), result.device, frozenset({root}), result)
+        return result
 
 
 def _absent(numbers: Any) -> list[Absent]:

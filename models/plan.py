@@ -19,7 +19,6 @@ the example; `models.shapes` has others made.
 
 from __future__ import annotations
 
-import copy
 import functools
 import hashlib
 import inspect
@@ -40,7 +39,7 @@ from pipelining_dualpipev.models.dry_run import DryRun, Event, on_meta
 from pipelining_dualpipev.models.guards import Guards
 from pipelining_dualpipev.models.loss import LABELS, NUM_ITEMS, LossPlan
 from pipelining_dualpipev.models.roots import Demand, Root
-from pipelining_dualpipev.models.surgery import make_parameters_absent, names_of_parameters
+from pipelining_dualpipev.models.surgery import names_of_parameters
 from pipelining_dualpipev.models.units import Units, find_units
 
 __all__ = ["SplitPlan", "make_plan"]
@@ -173,22 +172,25 @@ def make_plan(
     Raises:
         SplitError: if there are fewer layers than stages, or the forward needs what a stage does not have.
     """
-    model = copy.deepcopy(skeleton)
-    names = names_of_parameters(model)
-    sizes = {name: (tensor.size(), tensor.dtype) for name, tensor in model.named_parameters()}
-    units = find_units(model, num_stages)
-    dry_run = DryRun(model, units, names, counts_flops=balance == "cost")
-    make_parameters_absent(model, names, keep=(), device="cpu")
+    names = names_of_parameters(skeleton)
+    sizes = {name: (tensor.size(), tensor.dtype) for name, tensor in skeleton.named_parameters()}
+    units = find_units(skeleton, num_stages)
     inputs = {name: value for name, value in example.items() if tensors_in(value)}
     constants = {name: value for name, value in example.items() if name not in inputs}
-    if "use_cache" in inspect.signature(model.forward).parameters:
+    if "use_cache" in inspect.signature(skeleton.forward).parameters:
         constants.setdefault("use_cache", False)  # a stage has no use for another's keys and values
-    final_uses, loss = dry_run.run(inputs, constants, inputs if before is None else before.decisive)
-    demands = [*dry_run.demands, Demand(len(dry_run.events), final_uses)]
+    real = inputs if before is None else before.decisive
+    run = functools.partial(DryRun, skeleton, units, names, inputs, constants, real, counts_flops=balance == "cost")
+    dry_run = run(draws=1.0)
+    demands = [*dry_run.demands, Demand(len(dry_run.events), dry_run.output)]
+    if dry_run.chances and dry_run.chances == run(draws=0.0).chances:
+        # What was drawn has decided nothing: a layer is dropped with probability 0, say.
+        drawn = {root for demand in dry_run.demands for root in demand.roots if root.kind == "random"}
+        demands[:-1] = [Demand(demand.events, demand.roots - drawn) for demand in dry_run.demands]
     elements = {name: size.numel() for name, (size, _) in sizes.items()}
     placed = before.assignment if before is not None else None
     assignment = assign(dry_run.events, units, names, num_stages, demands, balance, elements, placed)
-    optional = _parameters_of(model) - inputs.keys() - {LABELS, NUM_ITEMS}
+    optional = _parameters_of(skeleton) - inputs.keys() - {LABELS, NUM_ITEMS}
     guards = dry_run.tape.guards()
     decisive = before.decisive if before is not None else guards.names
     if before is None and units.units.keys() != {event.unit for event in dry_run.events}:
@@ -204,7 +206,7 @@ def make_plan(
         inputs={name: pytree.tree_map_only(torch.Tensor, on_meta, value) for name, value in inputs.items()},
         optional=tuple(sorted(optional)),
         constants=constants,
-        loss=loss,
+        loss=dry_run.loss,
         writes_in_place=dry_run.writes_in_place,
         guards=guards,
         decisive=decisive,

@@ -1,7 +1,8 @@
 """Where the data of a tensor comes from, and what the dry run of a plan notes about it.
 
 A *root* is an input of the model, a parameter, or an output of one call of a unit. Every `models.absent.Absent` knows
-its own, so whatever a unit or the forward's own code takes tells what has to be brought there.
+its own, so whatever a unit or the forward's own code takes tells what has to be brought there. Random numbers that glue
+draws are a root too, of which every stage has its own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ __all__ = ["Demand", "Root", "pretending", "recording", "told"]
 class Root(NamedTuple):
     """Where a value comes from: an ``"input"`` or a ``"parameter"`` by name, or an output of an ``"event"``.
 
-    An event is one call of a unit (`models.plan`); its outputs are numbered.
+    An event is one call of a unit (`models.plan`); its outputs are numbered. ``"random"`` is what an operation of glue
+    has drawn, named after it and numbered.
     """
 
     kind: str
@@ -55,6 +57,24 @@ class _Recording(threading.local):
     events = 0  # how many units have been called so far
     writes_in_place = False  # into something that a unit gave, or an input
     tape: Tape | None = None  # of what is done with known data
+    drawn = 0  # how often glue has drawn random numbers
+    draws = 0.0  # what it gets where it draws evenly from 0 to 1
+    chances: tuple[object, ...] = ()  # what code has seen of these
+
+    @contextmanager
+    def dry_run_of(self, demands: list[Demand], tape: Tape, draws: float) -> Iterator[None]:
+        """Record a dry run."""
+        self.dry_run, self.writes_in_place, self.events, self.drawn = True, False, 0, 0
+        self.demands, self.tape, self.draws, self.chances = demands, tape, draws, ()
+        try:
+            yield
+        finally:
+            self.dry_run, self.demands, self.tape = False, None, None
+
+    def draw(self, operation: str) -> Root:
+        """A new root, of the random numbers that glue draws now."""
+        self.drawn += 1
+        return Root("random", operation, output=self.drawn)
 
 
 recording = _Recording()

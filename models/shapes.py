@@ -1,13 +1,13 @@
 """Plans for other inputs than the example's: other shapes, an image more or none, values that decide otherwise.
 
-A plan holds for one *signature*, which is which inputs there are, of which shapes and types, as long as its guards do
-(`models.guards`). The first stage, where all inputs are, finds the plan for a microbatch, or has it made. Every other
-stage needs the same one, also a stage that reads no input at all. Its neighbour tells it, without a byte on the wire:
-before the values that cross, each boundary is crossed by a tensor without elements, whose shape spells out which plan
-it is and, so that it can be made where it is not known yet, for what signature::
+A plan holds for one *signature*, which is the mode (training or not), which inputs there are, and of which shapes and
+types, as long as its guards do (`models.guards`). The first stage, where all inputs are, finds the plan for a
+microbatch, or has it made. Every other stage needs the same one, also a stage that reads no input at all. Its neighbour
+tells it, without a byte on the wire: before the values that cross, each boundary is crossed by a tensor without
+elements, whose shape spells out which plan it is and, so that it can be made where it is not known, its signature::
 
-    plan 8141..., input_ids [2, 12], labels [2, 12]   ──>   torch.empty(0, 1, 8141..., 1, 2, 12, 2, 2, 12, ...)
-                                                                           └ so many such tensors
+    plan 8141..., training, input_ids [2, 12], ...   ──>   torch.empty(0, 1, 8141..., 1, 1, 27, 2, 2, 12, ...)
+                                                                          └ so many such tensors
 
 Shapes of what crosses are agreed on by the schedule whenever they change, so these are known and not sent. Planning
 depends on nothing but the signature and the values of *decisive* inputs, which reach every rank; so each makes the same
@@ -33,8 +33,8 @@ from pipelining_dualpipev.models.plan import SplitPlan, make_plan
 __all__ = ["Key", "Plans", "decode", "encode", "inputs_reaching"]
 
 Signature = tuple[int, ...]
-"""Of each input: its form (none, a tensor, what the example has, or a list of so many), then of each of its tensors the
-type, the number of dimensions, and these."""
+"""1 in training mode, else 0. Then of each input its form (none, a tensor, what the example has, or a list of so many)
+and of each of its tensors the type, the number of dimensions, and these."""
 Key = tuple[int, ...]
 """A plan's digest and its signature."""
 
@@ -85,19 +85,19 @@ class Plans:
     """
 
     def __init__(self, skeleton: nn.Module, plan: SplitPlan) -> None:
-        self._skeleton, self.first = skeleton, plan
+        self._skeletons, self.first = {skeleton.training: skeleton}, plan
         self.names = (*plan.inputs, *plan.optional)
         self._plans: OrderedDict[Signature, dict[int, _Kept]] = OrderedDict()
-        self._keep(self.signature_of(plan.inputs), plan)
+        self._keep(self.signature_of(plan.inputs, training=skeleton.training), plan)
         self._converted: dict[tuple[tuple[torch.dtype, torch.dtype], ...], Plans] = {}
 
-    def signature_of(self, inputs: Mapping[str, Any]) -> Signature:
-        """The signature of keyword inputs.
+    def signature_of(self, inputs: Mapping[str, Any], *, training: bool) -> Signature:
+        """The signature of keyword inputs, in training mode or not.
 
         Raises:
             SplitError: if one of them is neither a tensor, nor a list of some, nor like the example's.
         """
-        signature: list[int] = []
+        signature = [int(training)]
         for name in self.names:
             value = inputs.get(name)
             signature.append(self._form_of(name, value))
@@ -105,13 +105,13 @@ class Plans:
                 signature += (_NUMBERS[tensor.dtype], tensor.dim(), *tensor.shape)
         return tuple(signature)
 
-    def find(self, inputs: Mapping[str, Any]) -> Key:
+    def find(self, inputs: Mapping[str, Any], *, training: bool) -> Key:
         """The key of the plan for these inputs, of which there have to be all; it is made now if there is none yet.
 
         Raises:
             SplitError: if the model cannot be split so for them, or would have to be split otherwise.
         """
-        signature = self.signature_of(inputs)
+        signature = self.signature_of(inputs, training=training)
         tensors = {name: _tensors(inputs.get(name)) for name in self.first.decisive}
         for digest, kept in self._known(signature).items():
             if not all(guards.failing(tensors) for guards in kept.guards):
@@ -147,16 +147,18 @@ class Plans:
 
     def types(self) -> set[torch.dtype]:
         """Those of the model's parameters and buffers."""
-        return {tensor.dtype for tensor in (*self._skeleton.parameters(), *self._skeleton.buffers())}
+        skeleton = next(iter(self._skeletons.values()))
+        return {tensor.dtype for tensor in (*skeleton.parameters(), *skeleton.buffers())}
 
     def converted(self, types: Mapping[torch.dtype, torch.dtype]) -> Plans:
         """The plans of the same split with all parameters and buffers of other types, the same object each time."""
         key = tuple(sorted(types.items(), key=str))
         if key not in self._converted:
-            skeleton = copy.deepcopy(self._skeleton)
+            skeleton = copy.deepcopy(next(iter(self._skeletons.values())))
             for tensor in (*skeleton.parameters(), *skeleton.buffers()):
                 tensor.data = tensor.data.to(types.get(tensor.dtype, tensor.dtype))
-            plan = Plans(skeleton, self.first)._make(self.signature_of(self.first.inputs), self.first.values)
+            signature = self.signature_of(self.first.inputs, training=skeleton.training)
+            plan = Plans(skeleton, self.first)._make(signature, self.first.values)
             self._converted[key] = Plans(skeleton, plan)
         return self._converted[key]
 
@@ -202,13 +204,21 @@ class Plans:
             if inputs.get(name) is None:
                 raise SplitError(f"the input {name!r}, of whose values the plan depends, has not reached this stage")
             example[name] = pytree.tree_map_only(torch.Tensor, lambda x: x.detach().cpu(), inputs[name])
-        with torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False):
+        with torch.autocast("cpu", enabled=False):
             try:
-                plan = make_plan(self._skeleton, first.num_stages, {**first.constants, **example}, before=first)
+                plan = make_plan(
+                    self._skeleton(signature), first.num_stages, {**first.constants, **example}, before=first
+                )
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
                 raise SplitError(f"for inputs {self._told(signature)} the dry run failed: {error}") from error
         self._refuse_changes(signature, plan)
         return plan
+
+    def _skeleton(self, signature: Signature) -> nn.Module:
+        training = bool(signature[0])
+        if training not in self._skeletons:
+            self._skeletons[training] = copy.deepcopy(self._skeletons[not training]).train(training)
+        return self._skeletons[training]
 
     def _refuse_changes(self, signature: Signature, plan: SplitPlan) -> None:
         first = self.first
@@ -230,7 +240,7 @@ class Plans:
 
     def _inputs_of(self, signature: Signature) -> dict[str, Any]:
         """Inputs of that signature, on meta."""
-        numbers = iter(signature)
+        numbers = iter(signature[1:])
         inputs: dict[str, Any] = {}
 
         def tensor() -> torch.Tensor:

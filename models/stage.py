@@ -217,7 +217,9 @@ class StageModule(nn.Module):
             return None
         for inputs in kwarg_mbs:
             self._check_types(inputs)
-        self._found = [(_all_tensors(inputs), self._plans.find(inputs)) for inputs in kwarg_mbs]
+        self._found = [
+            (_all_tensors(inputs), self._plans.find(inputs, training=self.model.training)) for inputs in kwarg_mbs
+        ]
         return tuple(key for _, key in self._found)
 
     def _find(self, inputs: Mapping[str, Any]) -> Key:
@@ -227,7 +229,7 @@ class StageModule(nn.Module):
             if len(known) == len(tensors) and all(one is other for one, other in zip(known, tensors, strict=True)):
                 del self._found[index]  # and with it the inputs, once the step is over
                 return key
-        return self._plans.find(inputs)
+        return self._plans.find(inputs, training=self.model.training)
 
     def _check_types(self, inputs: Mapping[str, Any]) -> None:
         for name, example in self._plan.inputs.items():

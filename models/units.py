@@ -12,7 +12,8 @@
       lm_head                 unit
 
 A *stack* is a list of modules that hold parameters, the outermost such list on each path. Its members are the *layers*.
-Everything else that holds parameters and contains no stack is a *unit* too; what is above units is *glue*.
+Everything else that holds parameters and contains no stack is a *unit* too; what is above units is *glue*. So is a
+dropout, though it holds none: as glue, every stage would draw numbers of its own for it.
 
 Vision models often have a short outer list, of a few resolutions, and longer lists within its members. If there are
 fewer layers than stages, the lists within are the stacks instead, and the members of the outer one become glue::
@@ -37,6 +38,9 @@ __all__ = ["Units", "find_units"]
 
 # A list of these is no stack of layers, but several embeddings or heads.
 _TOO_SMALL = (nn.Embedding, nn.Linear, nn.LayerNorm, nn.Dropout)
+
+
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,7 @@ def _collect(model: nn.Module, layers: dict[str, nn.Module]) -> Units:
             fqn = f"{prefix}{name}"
             if fqn not in layers and (fqn in above or isinstance(child, nn.ModuleList | nn.ModuleDict)):
                 collect(f"{fqn}.", child)
-            elif _has_parameters(child) and child not in seen:
+            elif (_has_parameters(child) or _is_dropout(child)) and child not in seen:
                 seen.add(child)
                 units[fqn] = child
 
@@ -116,6 +120,10 @@ def _is_stack(modules: nn.Module) -> bool:
         and all(_has_parameters(member) for member in members)
         and not any(isinstance(member, (nn.ModuleList, nn.ModuleDict, *_TOO_SMALL)) for member in members)
     )
+
+
+def _is_dropout(module: nn.Module) -> bool:
+    return isinstance(module, _DROPOUTS) and module.p > 0
 
 
 def _has_parameters(module: nn.Module) -> bool:

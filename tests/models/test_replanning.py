@@ -189,7 +189,7 @@ def test_what_the_example_had_may_be_left_out_as_with_the_model_itself():
 def test_a_rank_that_plans_otherwise_than_the_first_stage_says_so():
     chain = Chain(make_model("llama"), 2, make_batch(2))
     (told, *values) = chain.stages[0](**make_batch(2, length=9))
-    chain.stages[1]._plans._skeleton.model.norm = nn.Identity()
+    chain.stages[1]._plans._skeletons[True].model.norm = nn.Identity()
     with pytest.raises(SplitError, match=r"input_ids \[2, 9\].* this rank plans otherwise than the first stage"):
         chain.stages[1](told, *values, attention_mask=make_batch(2, length=9)["attention_mask"])
 
