@@ -24,8 +24,9 @@ IGNORED = -100
 _FIRST_WORD = 3  # after pad, begin and end
 _END = 2
 _LAST_WORD = VOCABULARY - 20  # before images and the like
-_BEGINS = ("vision_start_token_id", "image_start_id")  # what stands before the places of an image
-_ENDS = ("vision_end_token_id", "image_end_id")
+# what stands before the places of an image, and after
+_BEGINS = ("vision_start_token_id", "image_start_token_id", "image_start_id")
+_ENDS = ("vision_end_token_id", "image_end_token_id", "image_end_id")
 _FORMS = {"image": image_forms, "audio": sound_forms, "wave": wave_forms}
 Batch = dict[str, Any]
 
@@ -115,7 +116,9 @@ def _among_words(task: Task, model: nn.Module, sense: str, form: Batch, generato
         "mm_token_type_ids": kinds,
         "token_type_ids": kinds,
         "images_seq_mask": where,
+        "moe_mm_token_type_ids": kinds,
         "image_embeds_position_mask": where,
+        "image_attention_mask": mask[..., None],
         "cross_attention_mask": mask[..., None, None].repeat(1, 1, 1, 4),
     }
     if task.labels == "sequence":
@@ -124,5 +127,6 @@ def _among_words(task: Task, model: nn.Module, sense: str, form: Batch, generato
 
 
 def _token_of(config: Any, sense: str) -> int | None:
-    names = ("image_token_id", "image_token_index") if sense == "image" else ("audio_token_id", "audio_token_index")
+    kinds = ("image", "video") if sense == "image" else ("audio",)
+    names = [f"{kind}_token_{ending}" for kind in kinds for ending in ("id", "index")]
     return next((found for name in names if isinstance(found := getattr(config, name, None), int)), None)

@@ -35,18 +35,20 @@ _GROUPS: tuple[tuple[Any, str], ...] = (
         "out_hidden_size d_embed projection_dim proj_dim encoder_hidden_size decoder_hidden_size output_dim "
         "encoder_embed_dim decoder_embed_dim input_embedding_dim projection_hidden_size "
         "projector_hidden_size projector_input_dim projector_output_dim text_hidden_size vision_hidden_size "
-        "vision_output_dim",
+        "vision_output_dim adapter_in_dim adapter_input_size adapter_out_dim audio_embed_dim codebook_dim "
+        "downsample_hidden_size image_text_hidden_size mm_embed_dim output_proj_dims projection_hidden_dim",
     ),
     (
         48,
         "intermediate_size ffn_dim n_inner d_ff encoder_ffn_dim decoder_ffn_dim mlp_hidden_size ffn_hidden_size "
-        "dim_feedforward d_inner encoder_intermediate_size decoder_intermediate_size dense_intermediate_size",
+        "dim_feedforward d_inner encoder_intermediate_size decoder_intermediate_size dense_intermediate_size "
+        "projection_intermediate_size",
     ),
     (
         16,
         "moe_intermediate_size shared_expert_intermediate_size expert_intermediate_size mamba_d_head mamba_head_dim "
         "moe_shared_expert_intermediate_size mamba_headdim q_lora_rank kv_lora_rank o_lora_rank index_head_dim "
-        "expert_ffn_hidden_size indexer_head_dim",
+        "expert_ffn_hidden_size indexer_head_dim mm_posemb_size shared_experts_intermediate_size",
     ),
     (24, "shared_intermediate_size"),
     (
@@ -59,7 +61,7 @@ _GROUPS: tuple[tuple[Any, str], ...] = (
     (
         2,
         "num_key_value_heads num_kv_heads linear_num_key_heads num_experts_per_tok moe_topk moe_k moe_top_k "
-        "index_n_heads num_kv_shared_layers altup_num_inputs mamba_expand encoder_num_key_value_heads "
+        "index_n_heads num_kv_shared_layers altup_num_inputs mamba_expand top_k_experts encoder_num_key_value_heads "
         "decoder_num_key_value_heads",
     ),
     (
@@ -80,10 +82,10 @@ _GROUPS: tuple[tuple[Any, str], ...] = (
         "max_position_embeddings n_positions n_ctx max_seq_len seq_length max_target_positions max_source_positions "
         "max_sequence_length decoder_max_position_embeddings encoder_max_position_embeddings",
     ),
-    (32, "image_size"),
+    (32, "image_size max_image_size"),
     (3, "num_channels in_channels"),
     (2, "num_conv_pos_embedding_groups num_labels"),
-    (4, "mm_tokens_per_image latent_query_num"),
+    (4, "mm_tokens_per_image latent_query_num num_query_tokens"),
     (192, "patch_embed_hidden_size"),  # three colours of a patch
     (0, "pad_token_id decoder_start_token_id"),
     (0.02, "initializer_range"),  # of some towers 1e-10, which leaves no gradient to compare
