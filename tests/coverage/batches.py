@@ -61,6 +61,8 @@ def _inputs(
                 labels = torch.randint(_FIRST_WORD, 30, (ROWS, 5), generator=generator)
                 yield {**form, "labels": labels}
                 yield {**form, "decoder_input_ids": labels, "labels": labels}
+    if "shared_kv_states" in takes:
+        yield _draft(model, dtype, generator)
     if "text" in task.inputs and not (task.needs_senses and takes_senses):
         yield from _text(task, generator)
 
@@ -79,6 +81,26 @@ def _text(task: Task, generator: torch.Generator) -> Iterator[Batch]:
         labels[0, :5] = IGNORED
         labels[mask == 0] = IGNORED
     yield {"input_ids": ids, "attention_mask": mask, "labels": labels, **_boxes(ids)}
+
+
+def _draft(model: nn.Module, dtype: torch.dtype, generator: torch.Generator) -> Batch:
+    """What a model that drafts for a larger one takes of that: a state of the last word, and keys and values of all."""
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=dtype)
+
+    config = model.config.get_text_config()
+    layers = {kind: config.per_layer_config[index] for index, kind in enumerate(config.layer_types)}
+    mask = torch.ones(ROWS, LENGTH, dtype=torch.long)
+    mask[1, -3:] = 0
+    return {
+        "inputs_embeds": noise(ROWS, 1, 2 * model.config.backbone_hidden_size),
+        "attention_mask": mask,
+        "shared_kv_states": {
+            kind: tuple(noise(ROWS, layer.num_key_value_heads, LENGTH, layer.head_dim) for _ in range(2))
+            for kind, layer in layers.items()
+        },
+    }
 
 
 def _boxes(ids: torch.Tensor) -> Batch:

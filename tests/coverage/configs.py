@@ -33,7 +33,7 @@ _GROUPS: tuple[tuple[Any, str], ...] = (
         32,
         "hidden_size d_model n_embd dim embedding_size hidden_dim embed_dim word_embed_proj_dim emb_dim lru_width "
         "out_hidden_size d_embed projection_dim proj_dim encoder_hidden_size decoder_hidden_size output_dim "
-        "encoder_embed_dim decoder_embed_dim input_embedding_dim projection_hidden_size "
+        "encoder_embed_dim decoder_embed_dim backbone_hidden_size input_embedding_dim projection_hidden_size "
         "projector_hidden_size projector_input_dim projector_output_dim text_hidden_size vision_hidden_size "
         "vision_output_dim adapter_in_dim adapter_input_size adapter_out_dim audio_embed_dim codebook_dim "
         "downsample_hidden_size image_text_hidden_size mm_embed_dim output_proj_dims projection_hidden_dim",
@@ -109,7 +109,7 @@ def tiny_config(model_type: str) -> Any:
 
 
 def _tiny(config_class: type[PretrainedConfig], settings: Mapping[str, Any] = MappingProxyType({})) -> Any:
-    tweaks = TWEAKS.get(config_class.model_type, {})
+    tweaks = dict(TWEAKS.get(config_class.model_type, {}))
     fields = _fields(config_class)
     options = {name: value for name, value in settings.items() if name not in _SIZES}
     for name, default in fields.items():
@@ -120,8 +120,8 @@ def _tiny(config_class: type[PretrainedConfig], settings: Mapping[str, Any] = Ma
         elif _DROPOUT.search(name) and isinstance(default, float):
             options[name] = 0.0
     for name, inner in _sub_configs(config_class).items():
-        if name not in tweaks:
-            options[name] = _tiny(*inner).to_dict()
+        own = tweaks.pop(name, {})
+        options[name] = _tiny(*inner).to_dict() | own if isinstance(own, dict) else own
     options |= tweaks
     config = config_class(**{name: value for name, value in options.items() if value is not ...})
     _let_tokens_fit(config)
@@ -146,14 +146,16 @@ def _sub_configs(config_class: type[PretrainedConfig]) -> dict[str, tuple[type[P
         return {}
     try:
         default = config_class()
-    except Exception:  # it has no defaults for them
+    except Exception:  # it has no defaults for them, or not such that go together
         default = None
     found = {}
     for name, given in config_class.sub_configs.items():
-        inner = getattr(default, name, None)
-        if isinstance(inner, PretrainedConfig):
-            settings = getattr(config_class.sub_configs_defaults.get(name), "init_kwargs", None) or {}
-            found[name] = type(inner), {key: value for key, value in settings.items() if not isinstance(value, dict)}
+        spec = config_class.sub_configs_defaults.get(name)
+        usual = getattr(spec, "model_type", None)
+        inner = type(getattr(default, name, None)) if default or not usual else CONFIG_MAPPING[usual]
+        if issubclass(inner, PretrainedConfig):
+            settings = getattr(spec, "init_kwargs", None) or {}
+            found[name] = inner, {key: value for key, value in settings.items() if not isinstance(value, dict)}
         elif given.__name__ != "AutoConfig":
             found[name] = given, {}
     return found

@@ -59,15 +59,7 @@ IMAGES_AND_WORDS: dict[str, dict[str, Any]] = {
         "downsample_rate": "1/2",
         "deepstack_layer_map": [[-3, 0], [-2, 5]],
         "spatial_target_layers": [1, 2, 3, 4],
-        "vision_config": {
-            "model_type": "clip_vision_model",
-            "hidden_size": 64,
-            "intermediate_size": 48,
-            "num_hidden_layers": 6,
-            "num_attention_heads": 4,
-            "image_size": 32,
-            "patch_size": 8,
-        },
+        "vision_config": {"hidden_size": 64},  # a head for each
     },
     "granite_docling_vision": {"deepstack_visual_indexes": [1, 3, 4]},
     "idefics": {"freeze_text_layers": False, "freeze_vision_layers": False},

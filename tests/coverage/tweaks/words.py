@@ -82,7 +82,10 @@ WORDS: dict[str, dict[str, Any]] = {
     },
     "ernie4_5_vl_moe_text": {**_sections(1, 1, 2), "moe_intermediate_size": [16, 8]},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
-    "gemma4_assistant": {"text_config": None},
+    "gemma4_assistant": {
+        "text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "num_kv_shared_layers": 6}
+    },
+    "gemma4_unified_assistant": {"text_config": {"num_kv_shared_layers": 6}},
     "glm5_next_text": {
         **_ALL_HEADS,
         "qk_rope_head_dim": 0,
