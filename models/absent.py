@@ -27,7 +27,7 @@ from pipelining_dualpipev._torch import GROUPED_MM, UNIQUE, WrapperTensor, pytre
 from pipelining_dualpipev.errors import SplitError
 from pipelining_dualpipev.models.roots import Demand, Root, recording, told
 
-__all__ = ["Absent", "refuse_spoiled", "tensors_in"]
+__all__ = ["Absent", "on_known", "refuse_spoiled", "tensors_in"]
 
 aten = torch.ops.aten
 
@@ -152,9 +152,8 @@ class Absent(WrapperTensor):
             return _from_shape(func, args, kwargs, device)
         if func is aten.equal.default:
             for x in absent:
-                _read(x, x.meta)
-            known = all(x.value is not None for x in absent)
-            return func(*pytree.tree_map_only(Absent, lambda x: x.value, args)) if known else False
+                _ask_for(x)
+            return all(x.value is not None for x in absent) and bool(_seen(on_known(_are_equal, args, {})))
         roots = frozenset().union(*(x.roots for x in absent))
         if recording.used is not None:
             recording.used |= roots
@@ -167,10 +166,10 @@ class Absent(WrapperTensor):
             if func is aten.index.Tensor:
                 args = (args[0], _without_masks(args[1]), *args[2:])
             result = _on_meta(func, args, kwargs)
-            value = _on_values(func, args, kwargs) if known else None
+            value = on_known(func, args, kwargs) if known else None
             return _wrap(result, value, operands, device, roots)
         # A stage that is really run, on what it knows: a view still shares its memory, anything else is simply real.
-        value = _on_values(func, args, kwargs)
+        value = on_known(func, args, kwargs)
         return (
             _wrap(_on_meta(func, args, kwargs), value, operands, device, roots)
             if _shares_memory(value, absent)
@@ -200,18 +199,27 @@ def refuse_spoiled(tensors: Iterable[torch.Tensor]) -> None:
 
 def _read(tensor: Absent, pretended: torch.Tensor) -> torch.Tensor:
     """The tensor's data, for Python code that asks for it."""
+    _ask_for(tensor)
+    return pretended if tensor.value is None else _seen(tensor.value)
+
+
+def _seen(value: torch.Tensor, *, only_shape: bool = False) -> torch.Tensor:
+    if recording.tape is not None:
+        recording.tape.see(value, only_shape=only_shape)
+    return value
+
+
+def _ask_for(tensor: Absent) -> None:
+    """Something depends on the tensor's data: raise if they are neither known nor pretended."""
     if recording.pretends and recording.used is not None:
         recording.used |= tensor.roots
     elif recording.demands is not None and tensor.value is not None:
         recording.demands.append(Demand(recording.events, tensor.roots))
-    if tensor.value is not None:
-        return tensor.value
-    if recording.pretends:
-        return pretended
-    raise SplitError(
-        f"the model's forward asks for the value of a tensor that another stage has ({tensor!r}), outside of any "
-        "layer: it cannot be split"
-    )
+    if tensor.value is None and not recording.pretends:
+        raise SplitError(
+            f"the model's forward asks for the value of a tensor that another stage has ({tensor!r}), outside of any "
+            "layer: it cannot be split"
+        )
 
 
 def _note_write(target: Any, roots: frozenset[Root], known: bool) -> None:
@@ -261,9 +269,20 @@ def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
+def on_known(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call it on the data of what is absent but known; the dry run's tape notes it."""
     args, kwargs = pytree.tree_map_only(Absent, lambda x: x.value, (args, kwargs))
-    return func(*args, **kwargs)
+    if recording.tape is None:
+        return func(*args, **kwargs)
+    return recording.tape.run(func, args, kwargs, writes=writes_in_place(func))
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(one.equal(other))
+
+
+def _hits(mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return mask.nonzero(as_tuple=True)
 
 
 def _wrap(result: Any, value: Any, operands: list[torch.Tensor], device: Any, roots: frozenset[Root]) -> Any:
@@ -301,10 +320,14 @@ def _from_shape(func: Any, args: Any, kwargs: Any, device: Any) -> Absent:
 def _shaped_by_values(func: Any, args: Any, kwargs: Any, absent: list[Absent], device: Any, roots: Any) -> Any:
     """Run on values, which are read for it; on ones where they are pretended."""
     for x in absent:
-        _read(x, x.meta)
+        _ask_for(x)
     known = all(x.value is not None for x in absent)
-    if func is aten.nonzero.default and not known:  # one hit does as well as a great many
-        found: Any = torch.zeros((1, args[0].dim()), dtype=torch.long)
+    if known:
+        found: Any = on_known(func, args, kwargs)
+        for result in tensors_in(found):
+            _seen(result, only_shape=True)
+    elif func is aten.nonzero.default:  # one hit does as well as a great many
+        found = torch.zeros((1, args[0].dim()), dtype=torch.long)
     else:
 
         def data(x: Absent) -> torch.Tensor:
@@ -334,12 +357,12 @@ def _without_masks(indices: Any) -> list[Any]:
             continue
         data: torch.Tensor | None = index
         if isinstance(index, Absent):
-            _read(index, torch.empty(0))
+            _ask_for(index)
             data = index.value
         if data is not None and not data.is_meta:
-            found = data.nonzero(as_tuple=True)
+            found = on_known(_hits, (data,), {})
             roots = index.roots if isinstance(index, Absent) else frozenset()
-            positions += [Absent(x.to("meta"), index.device, roots, x) for x in found]
+            positions += [Absent(x.to("meta"), index.device, roots, _seen(x, only_shape=True)) for x in found]
         else:
             positions += [torch.zeros(1, dtype=torch.long, device="meta")] * index.dim()
     return positions

@@ -27,7 +27,7 @@ from pipelining_dualpipev.models.roots import Demand, Root
 from pipelining_dualpipev.models.units import Units
 
 if TYPE_CHECKING:
-    from pipelining_dualpipev.models.plan import Event
+    from pipelining_dualpipev.models.dry_run import Event
 
 __all__ = ["Assignment", "assign"]
 
@@ -37,14 +37,14 @@ class Assignment:
     """Where everything is.
 
     Attributes:
-        cuts: for each stage but the first the number of its first layer, in the order of their calls.
+        homes: for each unit that is called the stages of its calls, in order.
         holders: for each name of a parameter the stages that hold it under that name, in order; one or more.
         boundaries: for each boundary the roots that cross it.
         required_inputs: for each stage the inputs that it reads by value, by name.
         borrowed: for each stage the parameters that it reads though another holds them; they cross like outputs.
     """
 
-    cuts: tuple[int, ...]
+    homes: dict[str, tuple[int, ...]]
     holders: dict[str, tuple[int, ...]]
     boundaries: list[list[Root]]
     required_inputs: list[tuple[str, ...]]
@@ -59,6 +59,7 @@ def assign(
     demands: Sequence[Demand],
     balance: Balance,
     sizes: Mapping[str, int],
+    before: Assignment | None = None,
 ) -> Assignment:
     """Set the stage of each event, and say what that means for parameters, inputs and boundaries.
 
@@ -70,6 +71,7 @@ def assign(
         demands: what glue needs, the last of them for the model's output.
         balance: how layers are dealt out (see `models.deal`).
         sizes: the number of elements of each parameter, by first name.
+        before: of the same model for other inputs: calls and parameters stay where they were.
 
     Raises:
         SplitError: if it cannot be done.
@@ -78,10 +80,13 @@ def assign(
     parameters_of = {
         unit: {first for name, first in names.items() if name.startswith(f"{unit}.")} for unit in units.units
     }
-    cuts = _place_layers(events, layers, units, parameters_of, num_stages, balance, sizes)
-    _place_others(events, layers, parameters_of, num_stages)
+    if before is None:
+        _place_layers(events, layers, units, parameters_of, num_stages, balance, sizes)
+        _place_others(events, layers, parameters_of, num_stages)
+    else:
+        _place_as(before, events, names)
     uses = _uses(events, demands, num_stages)
-    holders = _place_parameters(events, units, names, num_stages, uses)
+    holders = before.holders if before is not None else _place_parameters(events, units, names, num_stages, uses)
     held = {first: [set(holders[name]) for name in names if names[name] == first] for first in set(names.values())}
     source = {first: min(set.union(*stages)) for first, stages in held.items()}
 
@@ -98,13 +103,23 @@ def assign(
         elif stage_of(root) < stage:
             needs[stage].add(root)
         elif stage_of(root) > stage:
-            raise SplitError(f"{root} is on stage {stage_of(root)}, but stage {stage} before it uses it")
+            remedy = ": split the model with an example that has all kinds of inputs" if before is not None else ""
+            raise SplitError(f"{root} is on stage {stage_of(root)}, but stage {stage} before it uses it{remedy}")
     boundaries = [
         sorted({root for later in needs[stage + 1 :] for root in later if stage_of(root) <= stage})
         for stage in range(num_stages - 1)
     ]
     borrowed = [frozenset(root.name for root in need if root.kind == "parameter") for need in needs]
-    return Assignment(cuts, holders, boundaries, [tuple(sorted(names_)) for names_ in required], borrowed)
+    homes: dict[str, tuple[int, ...]] = {}
+    for event in events:
+        homes[event.unit] = (*homes.get(event.unit, ()), event.stage)
+        if event.writes_buffer and len(set(homes[event.unit])) > 1:
+            stages = ", ".join(map(str, sorted(set(homes[event.unit]))))
+            raise SplitError(
+                f"{event.unit} is called on stages {stages} and writes into its buffer {event.writes_buffer}, of which "
+                "each stage would have its own: use a module for each call, or one without such buffers"
+            )
+    return Assignment(homes, holders, boundaries, [tuple(sorted(names_)) for names_ in required], borrowed)
 
 
 def _place_layers(
@@ -115,8 +130,8 @@ def _place_layers(
     num_stages: int,
     balance: Balance,
     sizes: Mapping[str, int],
-) -> tuple[int, ...]:
-    """Set the stages of the layers; the cuts that this comes to."""
+) -> None:
+    """Set the stages of the layers."""
     if not layers and units.layers:
         raise SplitError(
             f"the model's forward calls none of its {len(units.layers)} layers ({min(units.layers)}, ...), but maybe "
@@ -128,7 +143,15 @@ def _place_layers(
     }
     for event, stage in zip(layers, deal_out(len(layers), num_stages, balance, weights), strict=True):
         event.stage = stage
-    return tuple(number for number in range(1, len(layers)) if layers[number].stage != layers[number - 1].stage)
+
+
+def _place_as(before: Assignment, events: Iterable[Event], names: Iterable[str]) -> None:
+    """Set the stage of each event to that of the same call before; where its unit is kept, if there was none."""
+    calls: dict[str, int] = {}
+    for event in events:
+        homes = before.homes.get(event.unit) or before.holders[next(n for n in names if n.startswith(f"{event.unit}."))]
+        number = calls[event.unit] = calls.get(event.unit, -1) + 1
+        event.stage = homes[min(number, len(homes) - 1)]
 
 
 def _weights(events: Sequence[Event], values: Sequence[int]) -> Weights:
@@ -213,6 +236,7 @@ def _place_parameters(
     unit_stages: dict[str, set[int]] = {}
     for event in events:
         unit_stages.setdefault(event.unit, set()).add(event.stage)
+    unit_stages |= _of_uncalled(units, unit_stages)
     # Parameters of glue are where they are used first; what nothing uses is kept by the first stage.
     first_use: dict[str, int] = {}
     for stage, root in uses:
@@ -223,3 +247,16 @@ def _place_parameters(
         unit = units.unit_of(name)
         holders[name] = tuple(sorted(unit_stages.get(unit, {0}))) if unit else (first_use.get(first, 0),)
     return holders
+
+
+def _of_uncalled(units: Units, called: Mapping[str, set[int]]) -> dict[str, set[int]]:
+    """Layers that other inputs may call, as these do the layers around them, go with the one before in their stack."""
+    places: dict[str, set[int]] = {}
+    last: dict[str, int] = {}
+    for unit in units.units:
+        stack = unit.rpartition(".")[0]
+        if unit in called:
+            last[stack] = max(called[unit])
+        elif unit in units.layers and stack in last:
+            places[unit] = {last[stack]}
+    return places

@@ -83,6 +83,14 @@ class Description(NamedTuple):
     structure: pytree.TreeSpec
     leaves: tuple[Leaf, ...]
 
+    def __str__(self) -> str:
+        # Not the data of constants, which follow from the shapes of the inputs.
+        leaves = [
+            leaf.value.shape if isinstance(leaf, Constant) and isinstance(leaf.value, torch.Tensor) else leaf
+            for leaf in self.leaves
+        ]
+        return f"{self.place} {self.structure} {leaves}"
+
     @classmethod
     def of(cls, change: Change, describe: Callable[[Any], Leaf]) -> Description:
         """Describe each leaf of a change."""

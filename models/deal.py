@@ -9,7 +9,7 @@ without running anything::
     "cost"              planning.balance: the V whose simulated step is shortest
 
 ``"parameters"`` does the same with numbers of parameters, which is what memory and the optimizer feel. Whatever was
-chosen is kept as *cuts*, so that the plan for inputs of another shape has the same layers on the same stages.
+chosen is kept: the plan for other inputs has the same layers on the same stages.
 """
 
 from __future__ import annotations

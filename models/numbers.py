@@ -7,13 +7,14 @@ the dry run alone: a stage has the inputs that such numbers come from.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from pipelining_dualpipev._torch import pytree
-from pipelining_dualpipev.models.absent import Absent
+from pipelining_dualpipev.models.absent import Absent, on_known
 from pipelining_dualpipev.models.roots import recording
 
 __all__ = ["AbsentNumbers"]
@@ -46,13 +47,19 @@ def _indices(part: Any) -> Any:
 
 
 def _tensor_of(numbers: list[Absent], func: Any, args: Any, kwargs: dict[str, Any]) -> Absent:
-    def number(x: Absent) -> Any:
-        return torch.ones((), dtype=x.dtype).item() if x.value is None else x.value.item()
+    def number(x: Absent) -> torch.Tensor:
+        return torch.ones((), dtype=x.dtype) if x.value is None else x.value
 
     device = kwargs.pop("device", None) or numbers[0].device
-    made = func(pytree.tree_map_only(Absent, number, args[0]), *args[1:], **kwargs)
+    values = pytree.tree_map_only(Absent, number, args[0])
+    made = on_known(partial(_made_of, func), (values, *args[1:]), kwargs)
     roots = frozenset().union(*(x.roots for x in numbers))
     if recording.used is not None:
         recording.used |= roots
     known = all(x.value is not None for x in numbers)
     return Absent(made.to("meta"), device, roots, made if known else None)
+
+
+def _made_of(func: Any, numbers: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    made: torch.Tensor = func(pytree.tree_map_only(torch.Tensor, torch.Tensor.item, numbers), *args, **kwargs)
+    return made

@@ -13,72 +13,37 @@ and hope that this changes nothing else. Here every stage runs the forward as it
 
 4. what a stage uses and an earlier one gave crosses each boundary in between; inputs that it uses, it *requires*.
 
-The same plan is made on every rank. It holds for inputs of the shapes of the example; `models.shapes` has others made.
+`models.dry_run` does 1 and 2, `models.assign` 3 and 4. The same plan is made on every rank. It holds for inputs like
+the example; `models.shapes` has others made.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
+import hashlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
-from pipelining_dualpipev._torch import pytree, replace_call, version_of
-from pipelining_dualpipev.errors import SplitError
-from pipelining_dualpipev.models.absent import Absent, refuse_spoiled, tensors_in
+from pipelining_dualpipev._torch import pytree
+from pipelining_dualpipev.models.absent import tensors_in
 from pipelining_dualpipev.models.assign import Assignment, assign
-from pipelining_dualpipev.models.calls import (
-    PLAIN,
-    Change,
-    Computed,
-    Constant,
-    Description,
-    HandedThrough,
-    Leaf,
-    Snapshot,
-)
+from pipelining_dualpipev.models.calls import Computed
 from pipelining_dualpipev.models.deal import Balance
-from pipelining_dualpipev.models.loss import LABELS, NUM_ITEMS, LossPlan, LossWatch, marked_labels
-from pipelining_dualpipev.models.numbers import AbsentNumbers
-from pipelining_dualpipev.models.roots import Demand, Root, pretending, recording
-from pipelining_dualpipev.models.surgery import make_parameters_absent, names_of_parameters, refuse_in_autograd_function
+from pipelining_dualpipev.models.dry_run import DryRun, Event, on_meta
+from pipelining_dualpipev.models.guards import Guards
+from pipelining_dualpipev.models.loss import LABELS, NUM_ITEMS, LossPlan
+from pipelining_dualpipev.models.roots import Demand, Root
+from pipelining_dualpipev.models.surgery import make_parameters_absent, names_of_parameters
 from pipelining_dualpipev.models.units import Units, find_units
 
-__all__ = ["Event", "SplitPlan", "make_plan"]
-
-
-@dataclass
-class Event:
-    """One call of a unit.
-
-    Attributes:
-        unit: FQN of the unit.
-        index: which call it is.
-        is_layer: whether the unit is a layer.
-        uses: roots of what it takes, but for its own parameters.
-        gives: what it gives, without the tensors.
-        stage: where it is made.
-        flops: of its forward, if they were counted.
-    """
-
-    unit: str
-    index: int
-    is_layer: bool
-    uses: frozenset[Root] = frozenset()
-    gives: tuple[Description, ...] = ()
-    stage: int = -1
-    flops: int = 0
-
-    def root(self, output: int) -> Root:
-        """The root of its output of that number."""
-        return Root("event", self.unit, self.index, output)
+__all__ = ["SplitPlan", "make_plan"]
 
 
 @dataclass(frozen=True)
@@ -89,7 +54,12 @@ class SplitPlan:
         num_stages: 2P for P ranks.
         boundaries: for each of the ``num_stages - 1`` boundaries the values that cross it, in the order they travel.
         required_inputs: for each stage the model inputs that it reads by value.
+        inputs: the example's tensors by name, on meta.
+        optional: names of other inputs that the model's forward takes.
         loss: how the model's loss follows from the labels; None if the example has none.
+        guards: what the forward has decided by the values of inputs.
+        decisive: names of inputs of whose values a plan may depend, also one for other inputs than these; ``values``
+            has those of the example.
     """
 
     num_stages: int
@@ -98,9 +68,13 @@ class SplitPlan:
     assignment: Assignment
     names: dict[str, str]
     inputs: dict[str, Any]
+    optional: tuple[str, ...]
     constants: dict[str, Any]
     loss: LossPlan | None
     writes_in_place: bool
+    guards: Guards = field(repr=False)
+    decisive: frozenset[str]
+    values: dict[str, Any] = field(repr=False)
     parameter_sizes: dict[str, tuple[torch.Size, torch.dtype]] = field(repr=False)
 
     @property
@@ -112,6 +86,18 @@ class SplitPlan:
     def required_inputs(self) -> list[tuple[str, ...]]:
         """The inputs that each stage reads by value."""
         return self.assignment.required_inputs
+
+    @functools.cached_property
+    def digest(self) -> int:
+        """A number by which ranks tell plans apart: of everything that stages have to agree on."""
+        shapes = [
+            (name, tensor.shape, tensor.dtype) for name, value in self.inputs.items() for tensor in tensors_in(value)
+        ]
+        calls = [(event.unit, event.stage, *map(str, event.gives)) for event in self.events]
+        told = repr((shapes, calls, self.boundaries, self.required_inputs, self.loss, self.writes_in_place))
+        # Objects without words of their own tell their address, which is another on each rank.
+        told = re.sub(r" at 0x[0-9a-f]+", "", told)
+        return int.from_bytes(hashlib.sha256(told.encode()).digest()[:5], "big")
 
     def local_parameters(self, stage: int) -> list[str]:
         """FQNs of the parameters that ``stage`` holds, in order; a tied one under each of its names there."""
@@ -169,7 +155,11 @@ class SplitPlan:
 
 
 def make_plan(
-    skeleton: nn.Module, num_stages: int, example: Mapping[str, Any], balance: Balance = "uniform"
+    skeleton: nn.Module,
+    num_stages: int,
+    example: Mapping[str, Any],
+    balance: Balance = "uniform",
+    before: SplitPlan | None = None,
 ) -> SplitPlan:
     """Plan the split of ``skeleton`` (parameters on meta, buffers real; left as it is) into ``num_stages`` stages.
 
@@ -178,6 +168,7 @@ def make_plan(
         num_stages: 2P.
         example: one microbatch of keyword inputs. Shapes matter; of values only what the forward decides on.
         balance: how layers are dealt out (see `models.deal`).
+        before: the plan for another example, by which everything is where it is already.
 
     Raises:
         SplitError: if there are fewer layers than stages, or the forward needs what a stage does not have.
@@ -186,155 +177,42 @@ def make_plan(
     names = names_of_parameters(model)
     sizes = {name: (tensor.size(), tensor.dtype) for name, tensor in model.named_parameters()}
     units = find_units(model, num_stages)
-    dry_run = _DryRun(model, units, names, counts_flops=balance == "cost")
+    dry_run = DryRun(model, units, names, counts_flops=balance == "cost")
     make_parameters_absent(model, names, keep=(), device="cpu")
     inputs = {name: value for name, value in example.items() if tensors_in(value)}
     constants = {name: value for name, value in example.items() if name not in inputs}
     if "use_cache" in inspect.signature(model.forward).parameters:
         constants.setdefault("use_cache", False)  # a stage has no use for another's keys and values
-    final_uses, loss = dry_run.run(inputs, constants)
+    final_uses, loss = dry_run.run(inputs, constants, inputs if before is None else before.decisive)
     demands = [*dry_run.demands, Demand(len(dry_run.events), final_uses)]
     elements = {name: size.numel() for name, (size, _) in sizes.items()}
-    assignment = assign(dry_run.events, units, names, num_stages, demands, balance, elements)
+    placed = before.assignment if before is not None else None
+    assignment = assign(dry_run.events, units, names, num_stages, demands, balance, elements, placed)
+    optional = _parameters_of(model) - inputs.keys() - {LABELS, NUM_ITEMS}
+    guards = dry_run.tape.guards()
+    decisive = before.decisive if before is not None else guards.names
+    if before is None and units.units.keys() != {event.unit for event in dry_run.events}:
+        # Other inputs may call what this example has not; where they go, the forward finds out from whole numbers.
+        whole = {name for name, value in inputs.items() if not any(map(torch.is_floating_point, tensors_in(value)))}
+        decisive |= optional | whole - {LABELS}
     return SplitPlan(
         num_stages=num_stages,
         units=units,
         events=tuple(dry_run.events),
         assignment=assignment,
         names=names,
-        inputs={name: pytree.tree_map_only(torch.Tensor, _on_meta, value) for name, value in inputs.items()},
+        inputs={name: pytree.tree_map_only(torch.Tensor, on_meta, value) for name, value in inputs.items()},
+        optional=tuple(sorted(optional)),
         constants=constants,
         loss=loss,
         writes_in_place=dry_run.writes_in_place,
+        guards=guards,
+        decisive=decisive,
+        values={name: value for name, value in inputs.items() if name in decisive},
         parameter_sizes=sizes,
     )
 
 
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(tensor, device="meta")
-
-
-class _DryRun:
-    """One run of the whole model on no data."""
-
-    def __init__(self, model: nn.Module, units: Units, names: dict[str, str], *, counts_flops: bool) -> None:
-        self._model, self._counts_flops = model, counts_flops
-        self.events: list[Event] = []
-        self.demands: list[Demand] = []
-        self.writes_in_place = False
-        for fqn, unit in units.units.items():
-            own = {canonical for name, canonical in names.items() if name.startswith(f"{fqn}.")}
-            replace_call(unit, partial(self._record, fqn, fqn in units.layers, own))
-
-    def run(self, inputs: dict[str, Any], constants: dict[str, Any]) -> tuple[frozenset[Root], LossPlan | None]:
-        """Run; gives what the model's output is made of, and how its loss comes about."""
-        values = {name: pytree.tree_map_only(torch.Tensor, torch.clone, value) for name, value in inputs.items()}
-        watch = None
-        if isinstance(values.get(LABELS), torch.Tensor):
-            values[LABELS] = marked_labels(values[LABELS])
-            watch = LossWatch(values[LABELS].clone())
-            if accepts(self._model, NUM_ITEMS):
-                constants = {**constants, NUM_ITEMS: torch.ones(())}
-        absent = {name: _valued(value, Root("input", name)) for name, value in values.items()}
-        recording.dry_run, recording.writes_in_place = True, False
-        recording.demands, recording.events = self.demands, 0
-        try:
-            with torch.no_grad(), AbsentNumbers(), watch or nullcontext():
-                output = self._model(**absent, **constants)
-        finally:
-            recording.dry_run, recording.demands = False, None
-        self.writes_in_place = recording.writes_in_place
-        loss = None
-        if watch is not None:
-            loss = watch.conclude(output["loss"] if isinstance(output, dict) else output[0])
-        refuse_spoiled(tensors_in(output))
-        roots = (tensor.roots for tensor in tensors_in(output) if isinstance(tensor, Absent))
-        return frozenset().union(*roots), loss
-
-    def _record(self, fqn: str, is_layer: bool, own: set[str], call: Callable[..., Any]) -> Callable[..., Any]:
-        def recorded(*args: Any, **kwargs: Any) -> Any:
-            refuse_in_autograd_function(fqn)
-            event = Event(fqn, len(self.events), is_layer)
-            self.events.append(event)
-            recording.events = len(self.events)
-            before = Snapshot(args, kwargs)
-            describe = _Describer(event, before)
-            real = [tensor for _, tensor in before.tensors() if not isinstance(tensor, Absent)]
-            versions = [(tensor, version_of(tensor)) for tensor in real]
-            counter = FlopCounterMode(display=False) if self._counts_flops else nullcontext()
-            with pretending(fqn) as used, counter:
-                try:
-                    output = call(*args, **kwargs)
-                except (RuntimeError, NotImplementedError, IndexError, TypeError, ValueError) as error:
-                    if isinstance(error, SplitError):
-                        raise
-                    raise SplitError(f"the dry run of {fqn} failed: {type(error).__name__}: {error}") from error
-            if isinstance(counter, FlopCounterMode):
-                event.flops = counter.get_total_flops()
-            event.uses = frozenset(root for root in used if not (root.kind == "parameter" and root.name in own))
-            changes = before.changes(output)
-            _refuse_what_others_would_not_see(fqn, versions, changes)
-            event.gives = tuple(Description.of(change, describe) for change in changes)
-            return output
-
-        return recorded
-
-
-def _refuse_what_others_would_not_see(
-    unit: str, versions: Iterable[tuple[torch.Tensor, int]], changes: Iterable[Change]
-) -> None:
-    for tensor, version in versions:  # for Absents, see `absent.refuse_spoiled`
-        if version_of(tensor) != version:
-            raise SplitError(
-                f"{unit} writes in place into a tensor of shape {list(tensor.shape)} that it was given, where other "
-                "stages would not see it: let it return what it computes"
-            )
-    for change in changes:
-        for leaf in pytree.tree_leaves(change.value) if change.place[0] == "write" else ():
-            if not isinstance(leaf, (torch.Tensor, *PLAIN)):
-                raise SplitError(
-                    f"{unit} puts a {type(leaf).__name__} into a dict or list that it was given, where other stages "
-                    "would not see it: only tensors, numbers and text can be told to them"
-                )
-
-
-class _Describer:
-    """Describes what one event gives; tensors that it has computed are numbered, and become roots themselves."""
-
-    def __init__(self, event: Event, before: Snapshot) -> None:
-        self._event = event
-        self._arguments = {id(tensor): (path, getattr(tensor, "roots", None)) for path, tensor in before.tensors()}
-        self._numbers: dict[int, Computed] = {}
-
-    def __call__(self, leaf: Any) -> Leaf:
-        if not isinstance(leaf, torch.Tensor):
-            return Constant(leaf)
-        if id(leaf) in self._numbers:  # the same tensor at a second place
-            return self._numbers[id(leaf)]
-        path, roots = self._arguments.get(id(leaf), (None, None))
-        written = isinstance(leaf, Absent) and leaf.memory.spoiled is not None
-        if path is not None and roots == getattr(leaf, "roots", None) and not written:
-            return HandedThrough(path)
-        if not isinstance(leaf, Absent):
-            return Constant(leaf)  # made from shapes alone
-        if leaf.value is not None and not leaf.roots:
-            return Constant(leaf.value)
-        computed = Computed(len(self._numbers), tuple(leaf.shape), leaf.dtype)
-        leaf.becomes_given(self._event.root(computed.output))
-        self._numbers[id(leaf)] = computed
-        return computed
-
-
-def _valued(tree: Any, root: Root) -> Any:
-    def valued(tensor: torch.Tensor) -> Absent:
-        absent = Absent(_on_meta(tensor), "cpu", frozenset({root}), tensor.detach().cpu())
-        absent.memory.given = True
-        return absent
-
-    return pytree.tree_map_only(torch.Tensor, valued, tree)
-
-
-def accepts(model: nn.Module, name: str) -> bool:
-    """Whether the model's forward takes a keyword of that name, or any."""
-    parameters = inspect.signature(model.forward).parameters
-    return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+def _parameters_of(model: nn.Module) -> set[str]:
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {name for name, p in inspect.signature(model.forward).parameters.items() if p.kind in kinds}

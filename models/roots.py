@@ -9,7 +9,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from pipelining_dualpipev.models.guards import Tape
 
 __all__ = ["Demand", "Root", "pretending", "recording", "told"]
 
@@ -51,6 +54,7 @@ class _Recording(threading.local):
     demands: list[Demand] | None = None  # of glue
     events = 0  # how many units have been called so far
     writes_in_place = False  # into something that a unit gave, or an input
+    tape: Tape | None = None  # of what is done with known data
 
 
 recording = _Recording()

@@ -122,9 +122,9 @@ def split(
             functions without arguments that return one each. A function is called on the rank that owns its layer and
             nowhere else, and has to make all of the layer: what two functions are to share has to be on one rank.
         group_or_mesh: the pipeline's group, or a mesh of one dimension; by default the world.
-        example: one microbatch of keyword inputs (``input_ids``, ``attention_mask``, ``labels``, ...), on every rank.
-            Shapes matter, values do not. With ``labels`` the last stage computes the model's own loss. Plain layers
-            need no example.
+        example: one microbatch of keyword inputs (``input_ids``, ``attention_mask``, ``labels``, ...), on every rank,
+            with all kinds of inputs that a step will have; steps may leave some out, and have them of other shapes.
+            With ``labels`` the last stage computes the model's own loss. Plain layers need no example.
         device: where the stages run; by default the current accelerator, or the CPU if there is none.
         dp_group: over which batches differ and gradients will be averaged; the model's own loss then counts the labels
             of all.

@@ -8,16 +8,17 @@ else crosses::
     0  1 │ 2  3 │ 4  5 │ 6  7        each stage is the Sequential of its own layers, which keep their names ("3.weight")
     rank 0 rank 1 rank 1 rank 0
 
-What needs care is what layers share. Layers of one rank may share a module or a parameter; each rank copies [1] or
-builds [2] its layers together, so that it stays one. Over two ranks there would be two copies, each with its part of
-the gradient: that is refused, also where it is hidden [3] or was made before its builder was called [4].
+What needs care is what layers share. Each rank copies [1] or builds [2] its layers together, so that a module or a
+parameter that they share stays one. Over ranks there are as many copies, each with its part of the gradient: these are
+summed (`runtime.tied`) if the layers are given. What is hidden [3] or was made before its builder was called [4] cannot
+be known to be shared, and is refused; so are buffers of a shared layer, which no sum keeps the same.
 """
 
 from __future__ import annotations
 
 import copy
 import gc
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -52,8 +53,19 @@ class StackPlan:
     names: dict[str, str] = field(default_factory=dict, repr=False)
 
     def saves(self, name: str, stage: int) -> bool:
-        """Whether ``stage`` saves a parameter or buffer that it has: it has those of its own layers only."""
-        return self.names.get(name, name) == name
+        """Whether ``stage`` saves a parameter (by its first name) or a buffer: those of its own layers."""
+        return self.names.get(name, name) == name and stage == self._home(name)
+
+    def tied_stages(self) -> dict[str, tuple[int, ...]]:
+        """By first name the stages that hold a parameter, for each that has several names."""
+        stages: dict[str, list[int]] = {}
+        for name, first in self.names.items():
+            stages.setdefault(first, []).append(self._home(name))
+        return {first: tuple(sorted(set(homes))) for first, homes in stages.items() if len(homes) > 1}
+
+    def _home(self, name: str) -> int:
+        """The stage of the layer that a parameter or buffer belongs to."""
+        return self.stage_of[name.partition(".")[0]]
 
     def layers(self, stage: int) -> list[str]:
         """The names of a stage's layers, in order."""
@@ -75,7 +87,9 @@ class StackStage(nn.Module):
         required_inputs: no input reaches it by name.
         accepted_inputs: nor can a step give one.
         split_description: the plan in words; the schedule makes sure that it is the same on every rank.
-        tied_parameters: what it shares with the rank's other stage, by name; the schedule sees that it stays shared.
+        tied_parameters: those of its parameters that have several names, under the first. The schedule sees that on one
+            rank they stay one, and sums the gradients of those that several ranks hold.
+        tied_stages: by the same names all stages that hold them.
     """
 
     required_inputs: tuple[str, ...] = ()
@@ -89,9 +103,9 @@ class StackStage(nn.Module):
         self._last_layer = plan.layers(stage)[-1]
         # What is received is a leaf that requires grad, into which autograd lets nobody write.
         self._writes_in_place = any(getattr(module, "inplace", False) for module in self.modules())
-        counts = Counter(plan.names.values())
+        self.tied_stages = plan.tied_stages()
         own = self.model.named_parameters()
-        self.tied_parameters = {plan.names[name]: p for name, p in own if counts[plan.names[name]] > 1}
+        self.tied_parameters = {plan.names[name]: p for name, p in own if plan.names[name] in self.tied_stages}
 
     def forward(self, *received: torch.Tensor) -> object:
         """Run the layers on one microbatch.
@@ -154,7 +168,7 @@ def plan_stack(layers: Mapping[str, object], num_stages: int, balance: Balance =
     """Deal layers out to stages, in order (see `models.deal`). What they cost is not known, for none is run.
 
     Raises:
-        SplitError: if there are too few, or two ranks would share a parameter.
+        SplitError: if there are too few, or two ranks would share a buffer.
     """
     modules = {name: layer for name, layer in layers.items() if isinstance(layer, nn.Module)}
 
@@ -162,31 +176,33 @@ def plan_stack(layers: Mapping[str, object], num_stages: int, balance: Balance =
         return Weights(0, [sum(p.numel() for p in layer.parameters()) for layer in modules.values()], 0)
 
     weights = {"parameters": sizes} if len(modules) == len(layers) else {}
-    plan = StackPlan(num_stages, dict(zip(layers, deal_out(len(layers), num_stages, balance, weights), strict=True)))
-    return _named(plan, modules)
+    stage_of = dict(zip(layers, deal_out(len(layers), num_stages, balance, weights), strict=True))
+    plan = StackPlan(num_stages, stage_of, _names(modules))
+    _refuse_shared_buffers(modules, plan)
+    return plan
 
 
-def _named(plan: StackPlan, layers: Mapping[str, nn.Module]) -> StackPlan:
-    """The plan with the names of the parameters of ``layers``."""
+def _names(layers: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Every name of a parameter to the first one of the same parameter."""
     first: dict[nn.Parameter, str] = {}
-    names, stages = {}, {}
-    for layer_name, layer in layers.items():
-        for name, parameter in layer.named_parameters(prefix=layer_name, remove_duplicate=False):
-            names[name] = first.setdefault(parameter, name)
-            stages[name] = plan.stage_of[layer_name]
-    _refuse_ranks_that_share(names, stages, plan.num_stages)
-    return replace(plan, names=names)
+    return {
+        name: first.setdefault(parameter, name)
+        for layer_name, layer in layers.items()
+        for name, parameter in layer.named_parameters(prefix=layer_name, remove_duplicate=False)
+    }
 
 
-def _refuse_ranks_that_share(names: Mapping[str, str], stages: Mapping[str, int], num_stages: int) -> None:
-    tied: dict[str, list[str]] = {}
-    for name, first in names.items():
-        tied.setdefault(first, []).append(name)
-    for aliases in tied.values():
-        ranks = {min(stages[name], num_stages - 1 - stages[name]) for name in aliases}
-        if len(ranks) > 1:
-            where = ", ".join(f"{name} on stage {stages[name]}" for name in aliases)
-            raise SplitError(f"one parameter is needed on {len(ranks)} ranks: {where}. {_REMEDY}")
+def _refuse_shared_buffers(layers: Mapping[str, nn.Module], plan: StackPlan) -> None:
+    ranks: dict[nn.Module, set[int]] = {}
+    for name, layer in layers.items():
+        stage = plan.stage_of[name]
+        for inner_name, inner in layer.named_modules(prefix=name):
+            ranks.setdefault(inner, set()).add(min(stage, plan.num_stages - 1 - stage))
+            if len(ranks[inner]) > 1 and next(inner.buffers(recurse=False), None) is not None:
+                raise SplitError(
+                    f"{inner_name}, which layers of {len(ranks[inner])} ranks share, has buffers, of which each rank "
+                    f"would have its own. {_REMEDY}"
+                )
 
 
 def build_stack(
@@ -201,8 +217,8 @@ def build_stack(
         SplitError: if a layer cannot be built or has no weights, or shares some with another rank.
     """
     own = {name: layers[name] for stage in stages for name in plan.layers(stage)}
-    built = _copy({name: layer for name, layer in own.items() if isinstance(layer, nn.Module)}, plan)
-    built |= _build({name: make for name, make in own.items() if not isinstance(make, nn.Module)})
+    made_here = _build({name: make for name, make in own.items() if not isinstance(make, nn.Module)})
+    built = _copy({name: layer for name, layer in own.items() if isinstance(layer, nn.Module)}) | made_here
     for name, layer in built.items():
         if any(tensor.is_meta for tensor in (*layer.parameters(), *layer.buffers())) and device.type != "meta":
             raise SplitError(
@@ -210,12 +226,12 @@ def build_stack(
                 "layer's own rank alone"
             )
         layer.to(device)
-    plan = replace(plan, names={**plan.names, **_named(plan, {name: built[name] for name in own}).names})
+    plan = replace(plan, names={**plan.names, **_names(made_here)})
     made = {stage: StackStage({name: built[name] for name in plan.layers(stage)}, plan, stage) for stage in stages}
     return made, plan
 
 
-def _copy(layers: Mapping[str, nn.Module], plan: StackPlan) -> dict[str, nn.Module]:
+def _copy(layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     memo: dict[int, object] = {}
     copies = copy.deepcopy(dict(layers), memo)  # [1]
     registered = {parameter for layer in copies.values() for parameter in layer.parameters()}

@@ -16,7 +16,7 @@ A stage whose forward goes another way than the plan's, or lets an Absent into a
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -38,10 +38,11 @@ from pipelining_dualpipev.models.calls import (
     leaves_of,
     without_known,
 )
+from pipelining_dualpipev.models.dry_run import Event, accepts
 from pipelining_dualpipev.models.loss import LABELS, NUM_ITEMS, LossFunction
-from pipelining_dualpipev.models.plan import Event, SplitPlan, accepts
+from pipelining_dualpipev.models.plan import SplitPlan
 from pipelining_dualpipev.models.roots import Root, told
-from pipelining_dualpipev.models.shapes import Plans, decode, encode, signature_of
+from pipelining_dualpipev.models.shapes import Key, Plans, decode, encode, inputs_reaching
 from pipelining_dualpipev.models.surgery import (
     convert_absent,
     glue_of,
@@ -101,9 +102,8 @@ class StageModule(nn.Module):
         self._plan, self._plans, self._stage = plan, plans, stage
         self._device, self._loss_fn = torch.device(device), loss_fn
         self._is_last = stage == plan.num_stages - 1
-        # The first stage tells the others all shapes; it is where the inputs are, so it may see them all.
-        self.required_inputs = plan.required_inputs[stage] if stage else tuple(sorted(plan.inputs))
-        self.accepted_inputs = frozenset(plan.inputs)
+        self.required_inputs = inputs_reaching(plan, stage)
+        self.accepted_inputs = frozenset(plans.names)
         self.split_description = plan.explain()
         self.model = copy.deepcopy(skeleton)
         local = plan.local_parameters(stage)
@@ -113,7 +113,8 @@ class StageModule(nn.Module):
         for module in self.model.modules():
             for name, buffer in list(module.named_buffers(recurse=False)):
                 setattr(module, name, buffer.to(self._device))
-        self._takes_num_items = LABELS in plan.inputs and accepts(self.model, NUM_ITEMS)
+        self._takes_num_items = accepts(self.model, NUM_ITEMS)
+        self._found: list[tuple[list[torch.Tensor], Key]] = []
         self._glue = glue_of(self.model, plan.units)
         on_conversion(self.model, self._follow)
         for fqn in plan.units.units:
@@ -164,12 +165,9 @@ class StageModule(nn.Module):
                 where it would run on some stages and not on others.
         """
         refuse_hooks_on_glue(self._glue)
-        self._check_inputs(inputs)
-        if self._stage:
-            signature, values = decode(received)
-        else:
-            signature, values = signature_of(self._plan, inputs), received
-        plan = self._plans.plan_for(signature)
+        self._check_types(inputs)
+        key, values = decode(received) if self._stage else (self._find(inputs), received)
+        plan = self._plans.get(key, inputs)
         roots = plan.boundaries[self._stage - 1] if self._stage else []
         assert len(values) == len(roots), f"{len(values)} values received, {len(roots)} cross"
         if plan.writes_in_place:
@@ -178,13 +176,15 @@ class StageModule(nn.Module):
         for name, first in self._borrowed:
             set_tensor(self.model, name, run.values[Root("parameter", first)])
         arguments = self._arguments(plan, inputs)
-        token = _active.set(run)
-        try:
-            output = self.model(**arguments)
-        except _StageDone:
-            output = None
-        finally:
-            _active.reset(token)
+        output = None
+        if run.left or self._is_last:
+            token = _active.set(run)
+            try:
+                output = self.model(**arguments)
+            except _StageDone:
+                pass
+            finally:
+                _active.reset(token)
         if self._is_last:
             output = without_known(output)
             lacking = [tensor for tensor in tensors_in(output) if isinstance(tensor, Absent)]
@@ -192,28 +192,62 @@ class StageModule(nn.Module):
                 raise SplitError(f"the model's output has a tensor that the last stage lacks: {lacking[0]!r}")
             return output
         outgoing = (self._outgoing(root, run) for root in plan.boundaries[self._stage])
-        return (*encode(signature, self._device), *outgoing)
+        return (*encode(key, self._device), *outgoing)
 
-    def _check_inputs(self, inputs: dict[str, Any]) -> None:
-        if missing := [name for name in self.required_inputs if name not in inputs]:
-            raise SplitError(
-                f"stage {self._stage} needs the input {missing[0]!r}, which was in the example of the split: give it"
-            )
-        for name in self.required_inputs:
-            _check_types(name, inputs[name], self._plan.inputs[name])
+    def prepare_inputs(
+        self, kwarg_mbs: Sequence[Mapping[str, Any]], told: Sequence[Key] | None = None
+    ) -> tuple[Key, ...] | None:
+        """Find or make the plan for each microbatch, before a step.
+
+        Args:
+            kwarg_mbs: by microbatch the inputs in ``required_inputs``.
+            told: what the first stage's module has returned; None on the first stage.
+
+        Returns:
+            On the first stage what says, beside the shapes of the inputs, which plans these are.
+
+        Raises:
+            SplitError: if the model cannot be split so for one of them.
+        """
+        if told is not None:
+            for key, inputs in zip(told, kwarg_mbs, strict=True):
+                self._plans.get(key, inputs)
+            return None
+        if self._stage:
+            return None
+        for inputs in kwarg_mbs:
+            self._check_types(inputs)
+        self._found = [(_all_tensors(inputs), self._plans.find(inputs)) for inputs in kwarg_mbs]
+        return tuple(key for _, key in self._found)
+
+    def _find(self, inputs: Mapping[str, Any]) -> Key:
+        """The key found by `prepare_inputs`, without looking at the data again."""
+        tensors = _all_tensors(inputs)
+        for index, (known, key) in enumerate(self._found):
+            if len(known) == len(tensors) and all(one is other for one, other in zip(known, tensors, strict=True)):
+                del self._found[index]  # and with it the inputs, once the step is over
+                return key
+        return self._plans.find(inputs)
+
+    def _check_types(self, inputs: Mapping[str, Any]) -> None:
+        for name, example in self._plan.inputs.items():
+            if inputs.get(name) is not None:
+                _check_types(name, inputs[name], example)
 
     def _arguments(self, plan: SplitPlan, inputs: dict[str, Any]) -> dict[str, Any]:
         arguments = dict(plan.constants)
         for name, example in plan.inputs.items():
             if name in plan.required_inputs[self._stage]:
+                given = inputs.get(name)
+                if given is None:
+                    raise SplitError(f"stage {self._stage} needs the input {name!r}, which the first stage was given")
                 # Another stage of this rank is given the same tensor.
-                given = inputs[name]
                 arguments[name] = (
                     pytree.tree_map_only(torch.Tensor, torch.clone, given) if plan.writes_in_place else given
                 )
             else:
                 arguments[name] = self._absent_input(name, example)
-        if self._takes_num_items:
+        if self._takes_num_items and LABELS in plan.inputs:
             counted = self._loss_fn is not None and self._is_last
             # As float32, so that a loss in half precision is not made a double.
             arguments[NUM_ITEMS] = self._loss_fn.num_items.float() if counted else torch.ones(())  # type: ignore[union-attr]
@@ -320,6 +354,10 @@ def _check_plain(event: Event, spec: Leaf, given: Any) -> None:
 
 def _hands_through(description: Description) -> bool:
     return any(isinstance(leaf, HandedThrough) for leaf in description.leaves)
+
+
+def _all_tensors(inputs: Mapping[str, Any]) -> list[torch.Tensor]:
+    return [tensor for name in sorted(inputs) for tensor in tensors_in(inputs[name])]
 
 
 def _check_types(name: str, value: Any, example: Any) -> None:

@@ -222,7 +222,9 @@ class Chain:
         for stage in range(len(self.stages)):
             module = self.stages[stage]
             with around(stage):
-                output = module(*received[-1], **{name: inputs[name] for name in module.required_inputs})
+                output = module(
+                    *received[-1], **{name: inputs[name] for name in module.required_inputs if name in inputs}
+                )
             if stage < len(self.stages) - 1:
                 sent.append(output)
                 received.append(tuple(t.detach().requires_grad_(t.requires_grad) for t in output))

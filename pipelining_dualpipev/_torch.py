@@ -279,8 +279,8 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def writes_in_place(operation: Any) -> bool:
-    """Whether an operation that ``__torch_dispatch__`` was given writes into its first argument."""
-    return operation._schema.is_mutable
+    """Whether a function is an operation of torch that writes into its first argument."""
+    return isinstance(operation, torch._ops.OpOverload) and operation._schema.is_mutable
 
 
 def has_comm_hook(module: DistributedDataParallel) -> bool:

@@ -40,7 +40,9 @@ class ScheduleDualPipeV(OrderedSchedule):
             ``dw_builder`` are used. A module may have an attribute ``required_inputs``, names of the step's keyword
             inputs that it takes; these reach it from rank 0. A module without it is given every keyword input that
             was passed to ``step`` on its own rank, as torch does. An attribute ``accepted_inputs`` names all that a
-            step may give.
+            step may give. A method ``prepare_inputs(kwarg_mbs, told)`` of the first stage's module is called before
+            each step, with ``told`` None; what crosses between stages may change with what it returns, as it may with
+            shapes. Where it has changed, that of other stages' modules is called too, with that as ``told``.
         n_microbatches: microbatches in a step, 1 or more; also fewer than there are stages.
         loss_fn: ``loss_fn(output, target, **loss_kwargs)`` gives one microbatch's loss, one number, or a tuple of it
             and of metrics, which the attribute ``metrics`` has after the step, detached and by microbatch. It is called

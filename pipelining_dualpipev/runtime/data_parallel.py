@@ -15,6 +15,8 @@ which a parameter that this one microbatch did not use never gives.
 stage's last one; until then, gradients add up unsharded. That one reduces them in its midst, so weight gradients that
 have been put off are computed before it, and its own are not put off.
 
+Its replicas meet at each gather, so their pipelines have to run one order: that is made sure of when they are made.
+
 Before gradients are averaged, the replicas tell each other whether their pipelines' step went well: if it failed in
 one of them it fails in all, and none waits for what another will never send.
 """
@@ -28,13 +30,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from pipelining_dualpipev.errors import PipelineError
-from pipelining_dualpipev.runtime.control import DistributedControl
+from pipelining_dualpipev.errors import PipelineError, RanksDisagreeError
+from pipelining_dualpipev.runtime.control import Control, DistributedControl
 from pipelining_dualpipev.runtime.transport import Handle
 
-__all__ = ["DataParallelStage", "Replicas", "replicated_modules", "stage_module"]
+__all__ = ["DataParallelStage", "Replicas", "refuse_other_orders", "replicated_modules", "stage_module"]
 
 _BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's default
 
@@ -80,6 +83,39 @@ class DataParallelStage:
             module.set_reshard_after_backward(last, recurse=False)
             module.set_requires_gradient_sync(last, recurse=False)
         self._syncs = last
+
+
+def refuse_other_orders(modules: Sequence[nn.Module], order: int, pipeline: Control) -> None:
+    """Make sure that all pipelines which share sharded stages run the same order. Collective over all their ranks.
+
+    Args:
+        modules: this rank's stages.
+        order: of this pipeline, as a number that tells orders apart.
+        pipeline: this rank's line to the others of its pipeline, which are told.
+
+    Raises:
+        RanksDisagreeError: on every rank of these pipelines, which would have come to wait for each other in a step.
+    """
+    differs = False
+    for group in _sharding_groups(modules):
+        orders = DistributedControl(group).gather(order)
+        orders.wait()
+        differs |= len(set(orders.result)) > 1
+    told = pipeline.gather(differs)
+    told.wait()
+    if ranks := [rank for rank, differs in enumerate(told.result) if differs]:
+        raise RanksDisagreeError(
+            f"the stages of rank {ranks[0]} are sharded by fully_shard over pipelines that run other orders than this "
+            "one, so that they would wait for each other: give all pipelines the same n_microbatches, zb and costs "
+            "(those that one of them has measured)"
+        )
+
+
+def _sharding_groups(modules: Sequence[nn.Module]) -> list[dist.ProcessGroup]:
+    parameters = (parameter for module in modules for parameter in module.parameters())
+    meshes = {parameter.device_mesh: None for parameter in parameters if isinstance(parameter, DTensor)}
+    groups = {id(group): group for mesh in meshes for group in mesh.get_all_groups()}
+    return list(groups.values())
 
 
 class Replicas:

@@ -21,11 +21,19 @@ __all__ = ["Microbatches", "cut_batch", "merge_outputs", "take_cut"]
 
 @dataclass(frozen=True)
 class Microbatches:
-    """A step's inputs on this rank, by microbatch."""
+    """A step's inputs on this rank, by microbatch.
+
+    Attributes:
+        args: by position.
+        kwargs: by keyword.
+        targets: for the loss, if there are any.
+        told: what the first stage's module has said of the keyword inputs, if anything.
+    """
 
     args: list[tuple[Any, ...]]
     kwargs: list[dict[str, Any]]
     targets: list[Any] | None
+    told: Any = None
 
     @classmethod
     def none(cls, n_microbatches: int) -> Microbatches:
@@ -43,8 +51,8 @@ class Microbatches:
         return Microbatches(self.args, kwargs, self.targets)
 
     def signature(self) -> tuple[Any, ...]:
-        """Everything about the inputs but the values of their tensors: steps with the same one have the same shapes."""
-        return _describe(self.args), _describe(self.kwargs), _describe(self.targets)
+        """What is the same in two steps only if all that crosses between stages has the same shapes."""
+        return _describe(self.args), _describe(self.kwargs), _describe(self.targets), self.told
 
     def keyword_inputs(self) -> dict[str, object] | None:
         """Each keyword input by name: shapes and types over the microbatches, as words; None if there are none."""
@@ -160,13 +168,25 @@ def merge_outputs(outputs: Sequence[Any], spec: Any = None) -> Any:
     """The last stage's outputs put together: tensors along dimension 0, those without dimensions as a vector.
 
     What cannot be put together so (no tensor, or tensors of different lengths) becomes a list with one entry a
-    microbatch.
+    microbatch, and so does what only some microbatches have, with None for the others.
     """
     if spec is not None:
         return merge_chunks(list(outputs), spec)
     flat = [pytree.tree_flatten(output) for output in outputs]
+    if any(structure != flat[0][1] for _, structure in flat):
+        return _merge_unlike(outputs)
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     return pytree.tree_unflatten([_merge_leaf(list(column)) for column in columns], flat[0][1])
+
+
+def _merge_unlike(outputs: Sequence[Any]) -> Any:
+    if not all(isinstance(output, dict) for output in outputs):
+        return list(outputs)
+    names = dict.fromkeys(name for output in outputs for name in output)
+    columns = {name: [output.get(name) for output in outputs] for name in names}
+    everywhere = {name for name in names if all(name in output for output in outputs)}
+    merged = {name: merge_outputs(column) if name in everywhere else column for name, column in columns.items()}
+    return type(outputs[0])(**merged)
 
 
 def _merge_leaf(values: list[Any]) -> Any:

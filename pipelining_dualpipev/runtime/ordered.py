@@ -13,7 +13,7 @@ Whatever is wrong is found in 1 or 2, on every rank, before a tensor has moved.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,8 +25,8 @@ from pipelining_dualpipev._torch import TorchSchedule, to_torch_order
 from pipelining_dualpipev.planning.actions import Order, forwards_of
 from pipelining_dualpipev.planning.lowering import lower
 from pipelining_dualpipev.planning.placement import Placement
-from pipelining_dualpipev.runtime.control import DistributedControl
-from pipelining_dualpipev.runtime.data_parallel import Replicas
+from pipelining_dualpipev.runtime.control import DistributedControl, digest_of
+from pipelining_dualpipev.runtime.data_parallel import Replicas, refuse_other_orders
 from pipelining_dualpipev.runtime.executor import Wires
 from pipelining_dualpipev.runtime.loss import Loss
 from pipelining_dualpipev.runtime.microbatches import Microbatches, cut_batch, merge_outputs, take_cut
@@ -89,9 +89,10 @@ class OrderedSchedule(TorchSchedule):
             raise ValueError("stages is empty: give the stages that this rank holds")
         group = stages[0].group
         control = DistributedControl(group)
-        order, placement, required_inputs = agree_on_setup(
+        order, placement, required_inputs, prepares = agree_on_setup(
             control, planner, stages, n_microbatches, loss_fn, grad_scaler, scale_grads=scale_grads, problem=problem
         )
+        refuse_other_orders([stage.submod for stage in stages], digest_of(order), control)
         super().__init__(
             stages,
             n_microbatches,
@@ -123,6 +124,7 @@ class OrderedSchedule(TorchSchedule):
             runners=self._runners,
             wires=Wires(DistributedTransport(group), control),
             required_inputs=required_inputs,
+            prepares=prepares,
             replicas=Replicas([stage.submod for stage in stages]),
         )
 
@@ -278,7 +280,7 @@ class OrderedSchedule(TorchSchedule):
         mbs = mbs.with_target_as(name) if name else mbs
         for runner in self._runners.values():
             runner.check_inputs(mbs.kwargs)
-        return mbs
+        return replace(mbs, told=self._runners[0].prepare_inputs(mbs.kwargs)) if 0 in self._runners else mbs
 
     def _loss_of_step(self, inputs: Microbatches, trains: bool, loss_kwargs: dict[str, Any]) -> Loss | None:
         if trains and not torch.is_grad_enabled():

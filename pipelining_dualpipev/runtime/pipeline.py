@@ -47,6 +47,7 @@ class Pipeline:
         runners: this rank's stages by index.
         wires: to the other ranks.
         required_inputs: for each rank the keyword inputs that its stages read by name.
+        prepares: whether the first stage's module has something to say of the inputs.
         replicas: of this rank's stages in other pipelines.
 
     Attributes:
@@ -62,6 +63,7 @@ class Pipeline:
         runners: dict[int, StageRunner],
         wires: Wires,
         required_inputs: Sequence[frozenset[str]],
+        prepares: bool = False,
         replicas: Replicas | None = None,
     ) -> None:
         self._replicas = replicas or Replicas(())
@@ -69,7 +71,9 @@ class Pipeline:
         rank = wires.transport.rank
         self._runners, self._wires = runners, wires
         self._device = next(iter(runners.values())).device
-        self._named_inputs = NamedInputs(required_inputs, source=placement.rank_of[0], device=self._device, wires=wires)
+        self._named_inputs = NamedInputs(
+            required_inputs, prepares=prepares, source=placement.rank_of[0], device=self._device, wires=wires
+        )
         modules = [runner.module for runner in runners.values()]
         self.tied = TiedGradients(modules, placement, wires.transport, wires.control)
         self._executors = {
@@ -149,6 +153,8 @@ class Pipeline:
             inputs = yield from self._named_inputs.deliver(inputs, announce=announce)
         except ContactLostError as error:  # the others may not know yet, and are not to wait for this rank
             lost = error
+        if inputs.told is not None and announce and 0 not in self._runners:
+            self._prepare(inputs)
         if trains:
             self.tied.begin_step()
         hooks = HeldHooks(self._parameters() if trains else ())
@@ -167,6 +173,13 @@ class Pipeline:
             hooks.release()
         self._last[trains] = signature
         return result
+
+    def _prepare(self, inputs: Microbatches) -> None:
+        try:
+            for runner in self._runners.values():
+                runner.prepare_inputs(inputs.kwargs, inputs.told)
+        except Exception:  # what is wrong is found again by the forward, whose errors reach all ranks
+            pass
 
     def _parameters(self) -> dict[nn.Parameter, None]:
         """This rank's, each once."""

@@ -33,6 +33,7 @@ class _Setup:
     order: int
     split: int
     required_inputs: frozenset[str]
+    prepares: bool
     problems: list[str]
 
 
@@ -46,7 +47,7 @@ def agree_on_setup(
     *,
     scale_grads: bool,
     problem: str | None = None,
-) -> tuple[Order, Placement, list[frozenset[str]]]:
+) -> tuple[Order, Placement, list[frozenset[str]], bool]:
     """Plan, and make sure that all ranks have planned the same and hold the stages that go with it. Collective.
 
     Args:
@@ -60,7 +61,8 @@ def agree_on_setup(
         problem: what is already known to be wrong on this rank.
 
     Returns:
-        The order, the placement, and for each rank the keyword inputs that its stages read by name.
+        The order, the placement, for each rank the keyword inputs that its stages read by name, and whether the first
+        stage's module has something to say of a step's inputs.
 
     Raises:
         ValueError: if some rank's arguments are wrong; the same words on every rank.
@@ -78,7 +80,8 @@ def agree_on_setup(
         except ValueError as error:
             problems.append(str(error))
     problems += _unsupported(stages) + _untied(stages) + _unfit(loss_fn, grad_scaler, control.num_ranks)
-    required = [getattr(stage_module(stage.submod), "required_inputs", None) or () for stage in stages]
+    modules = {stage.stage_index: stage_module(stage.submod) for stage in stages}
+    required = [getattr(module, "required_inputs", None) or () for module in modules.values()]
     reply = control.gather(
         _Setup(
             n_microbatches=n_microbatches,
@@ -87,6 +90,7 @@ def agree_on_setup(
             order=digest_of(order),
             split=digest_of(*sorted({getattr(stage_module(s.submod), "split_description", "") for s in stages})),
             required_inputs=frozenset().union(*required),
+            prepares=hasattr(modules.get(0), "prepare_inputs"),
             problems=problems,
         )
     )
@@ -95,7 +99,8 @@ def agree_on_setup(
     if told := [f"rank {rank}: {problem}" for rank, setup in enumerate(setups) for problem in setup.problems]:
         raise ValueError("; ".join(told))
     _compare(setups)
-    return order, placement, [setup.required_inputs for setup in setups]
+    prepares = any(setup.prepares for setup in setups)
+    return order, placement, [setup.required_inputs for setup in setups], prepares
 
 
 def _compare(setups: Sequence[_Setup]) -> None:

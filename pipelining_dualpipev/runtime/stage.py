@@ -84,6 +84,7 @@ class StageRunner:
         self.device = torch.device(stage.device)
         own = stage_module(stage.submod)
         self.required_inputs: tuple[str, ...] | None = getattr(own, "required_inputs", None)
+        self._prepare_inputs: Callable[..., Any] | None = getattr(own, "prepare_inputs", None)
         builder = stage.dw_builder
         self._accepted_inputs: frozenset[str] | None = getattr(own, "accepted_inputs", None)
         self._data_parallel = DataParallelStage(stage.submod)
@@ -118,6 +119,15 @@ class StageRunner:
             raise ValueError(
                 f"the step was given {', '.join(sorted(unknown))}, which the model was not split for: it takes {remedy}"
             )
+
+    def prepare_inputs(self, kwarg_mbs: Sequence[Mapping[str, Any]], told: Any = None) -> Any:
+        """Let the module prepare for the step's keyword inputs, if it has a method for that.
+
+        Args:
+            kwarg_mbs: by microbatch those that have reached this rank; on the first stage's all.
+            told: what this has returned for the first stage.
+        """
+        return self._prepare_inputs(kwarg_mbs, told) if self._prepare_inputs is not None else None
 
     def select_inputs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Of the step's keyword inputs those that this stage takes: the ones it names, or all if it names none."""

@@ -99,6 +99,8 @@ class _Arrival:
 
     def wait(self) -> None:
         works, self._works = self._works, []
+        if not works:  # nothing has come, so nothing is known of the peer
+            return
         try:
             for work in works:
                 work.wait()
@@ -148,6 +150,7 @@ class DistributedTransport:
         return _AllSent(self)
 
     def _post(self, operation: Callable[..., Any], peer: int, tensors: Sequence[torch.Tensor]) -> list[dist.Work]:
+        tensors = [tensor for tensor in tensors if tensor.numel()]  # of the others both sides know all there is
         try:
             if len(tensors) == 1:
                 # What dist.isend and dist.irecv do in the end, without looking up the group each time.

@@ -185,7 +185,12 @@ def bad_inputs() -> list[str]:
     batch = make_batch(2 * N)
     of_another_type = {**batch, "input_ids": batch["input_ids"].float()}
     words = []
-    for given in ({**batch, "position_ids": batch["input_ids"]}, {**batch, "target": batch["labels"]}, of_another_type):
+    for given in (
+        {**batch, "pixels": batch["input_ids"]},
+        {**batch, "position_ids": batch["input_ids"]},
+        {**batch, "target": batch["labels"]},
+        of_another_type,
+    ):
         try:
             step(schedule, **given)
         except (ValueError, RuntimeError) as error:
@@ -195,11 +200,9 @@ def bad_inputs() -> list[str]:
 
 
 def test_inputs_that_the_split_does_not_know_are_refused_on_every_rank(ranks):
-    for unknown, twice, of_another_type in ranks(2).run(bad_inputs):
-        assert (
-            "given position_ids, which the model was not split for: it takes attention_mask, input_ids, labels"
-            in unknown
-        )
+    for unknown, unplanned, twice, of_another_type in ranks(2).run(bad_inputs):
+        assert "pixels, which the model was not split for: it takes attention_mask, " in unknown
+        assert "stage 1 needs position_ids, which it did not for the example" in unplanned
         assert "the target was given twice, as target and as labels" in twice
         assert "'input_ids' is torch.float32, but the split was planned for torch.int64" in of_another_type
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipelining_dualpipev import ScheduleDualPipeV, SplitError, mean_loss
+from pipelining_dualpipev import ScheduleDualPipeV, SplitError, clip_grad_norm_, mean_loss
 from pipelining_dualpipev.models import SplitModel, load_checkpoint, plan_split, save_checkpoint, split
 from tests.distributed.stacks import WIDTH, make_batch
 
@@ -190,10 +190,8 @@ def test_transformers_is_not_imported(tmp_path):
 
 def shared(kind: str) -> Any:
     layers: list[Any] = [nn.Linear(WIDTH, WIDTH) for _ in range(8)]
-    if kind == "module":
-        layers[2] = layers[0]
-    if kind == "parameter":
-        layers[5].weight = layers[7].weight
+    if kind == "buffers":
+        layers[2] = layers[0] = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
     if kind == "hidden":
         object.__setattr__(layers[2], "head", [layers[7]])  # a list: nn.Module does not look into it
     if kind == "made before":
@@ -202,8 +200,7 @@ def shared(kind: str) -> Any:
 
 
 SHARED = [
-    ("module", r"one parameter is needed on 2 ranks: 0\.weight on stage 0, 2\.weight on stage 1\. Give each layer its"),
-    ("parameter", r"one parameter is needed on 2 ranks: 5\.weight on stage 2, 7\.weight on stage 3"),
+    ("buffers", r"2\.1, which layers of 2 ranks share, has buffers, of which each rank would have its own\. Give each"),
     ("hidden", r"the layers 2, 3, 4, 5 uses a parameter of shape \[6, 6\] that is none of its own"),
     ("made before", r"[02]\.weight was there before the function that builds layer [02] was called"),
 ]
@@ -214,32 +211,64 @@ def split_shared(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "words"), SHARED)
-def test_what_two_ranks_would_share_is_refused_on_every_rank(ranks, kind, words):
-    """Each rank would train its copy by a part of the gradient, and nobody would notice."""
+def test_what_cannot_stay_the_same_on_two_ranks_is_refused_on_every_rank(ranks, kind, words):
+    """Each rank would train its copy by a part of the gradient, or go by buffers of its own, and nobody notice."""
     for raised in ranks(2).run_expecting_errors(split_shared, kind):
         assert raised.type == "SplitError"
         with pytest.raises(AssertionError, match=words):
             raise AssertionError(raised.message)
 
 
-def train_what_one_rank_shares() -> None:
+def what_layers_share(kind: str) -> nn.Sequential:
     torch.manual_seed(0)
     layers: list[nn.Module] = [nn.Linear(WIDTH, WIDTH).double() for _ in range(10)]
-    layers[1] = layers[9] = layers[0]  # twice on stage 0, and on stage 3
-    layers[5] = layers[4]  # on stages 1 and 2
-    object.__setattr__(layers[6], "other", [layers[7]])
-    whole = nn.Sequential(*layers)
+    if kind == "on a rank":
+        layers[1] = layers[9] = layers[0]  # twice on stage 0, and on stage 3
+        layers[5] = layers[4]  # on stages 1 and 2
+        object.__setattr__(layers[6], "other", [layers[7]])
+    else:
+        layers[3] = layers[6] = layers[0]  # on all ranks
+        layers[5].weight = layers[9].weight
+    return nn.Sequential(*layers)
+
+
+def train_what_is_shared(kind: str, directory: str) -> list[str]:
+    whole = what_layers_share(kind)
     training = Training(split(whole, device="cpu"))
     unsplit = Training(whole)
     for seed in range(3):
         assert training.step(seed) == pytest.approx(unsplit.step(seed), rel=1e-12)
+        x, target = make_batch(4 * N, seed)
+        if dist.get_rank() == 0:
+            training.schedule.step(x, target=target)
+        else:
+            training.schedule.step()
+        nn.functional.mse_loss(whole(x), target).backward()
+        norms = clip_grad_norm_(training.schedule, 0.1), nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+        torch.testing.assert_close(*norms, rtol=1e-10, atol=1e-12)
+    save_checkpoint(directory, training.model, training.optimizer)
+    for each in (training, unsplit):
+        each.optimizer.step()
     expected = dict(whole.named_parameters())
     for name, parameter in training.model.named_parameters():
         torch.testing.assert_close(parameter, expected[name], rtol=1e-10, atol=1e-12)
+    changed = {name: tensor.clone() for name, tensor in training.model.named_parameters()}
+    again = Training(what_layers_share(kind))
+    load_checkpoint(directory, again.model, again.optimizer)
+    load_checkpoint(directory, training.model, training.optimizer)
+    loaded = dict(again.model.named_parameters())
+    for name, parameter in training.model.named_parameters():
+        assert parameter.equal(loaded[name])
+        assert not parameter.equal(changed[name])
+    return [name for stage in training.model.models for name in training.model.own_tensors(stage)]
 
 
-def test_a_layer_that_one_rank_calls_again_and_again_has_one_gradient(ranks):
-    ranks(2).run(train_what_one_rank_shares)
+@pytest.mark.parametrize(("kind", "num_ranks"), [("on a rank", 2), ("over ranks", 2), ("over ranks", 3)])
+def test_what_layers_share_has_one_gradient_and_is_saved_once(ranks, kind, num_ranks, tmp_path):
+    saved = [
+        name for names in ranks(num_ranks).run(train_what_is_shared, kind, str(tmp_path / "state")) for name in names
+    ]
+    assert sorted(saved) == sorted(name for name, _ in what_layers_share(kind).named_parameters())
 
 
 # ------------------------------------------------------------------------------------------------- what is refused

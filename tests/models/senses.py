@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,8 +24,7 @@ _TEXT = {
     "eos_token_id": 2,
 }
 IMAGE, START, END, VIDEO = 36, 35, 34, 33
-_SIDE, _PATCH = 4, 4  # patches along each side of an image; pixels along each side of a patch
-_PLACES = (_SIDE // 2) ** 2  # that an image takes among the words
+_PATCH = 4  # pixels along each side of a patch; an image takes a place among the words for every 2 by 2 of them
 
 
 def _qwen2_5_vl() -> nn.Module:
@@ -137,24 +137,43 @@ def batch_for(name: str, rows: int) -> dict[str, Any]:
         sound = torch.randn(rows, 8, 16, generator=generator, dtype=torch.float64)
         return {"input_features": sound, "labels": batch["labels"]}
     if name == "qwen2_5_vl":
-        return _with_images(rows, generator)
+        return with_images([[(4, 4)]] * rows, generator)
     return batch
 
 
-def _with_images(rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """One image a row, between its first words."""
-    length = 12
-    ids = torch.randint(3, 30, (rows, length), generator=generator)
-    ids[:, 1], ids[:, 2 : 2 + _PLACES], ids[:, 2 + _PLACES] = START, IMAGE, END
+def with_images(
+    images: Sequence[Sequence[tuple[int, int]]], generator: torch.Generator, length: int = 12
+) -> dict[str, torch.Tensor]:
+    """A batch for qwen2_5_vl with as many images as you like in each row.
+
+    Args:
+        images: for each row the height and width of each of its images, in patches.
+        generator: of words and pixels.
+        length: of the rows, if the images leave some room for words.
+    """
+    length = max(length, *(4 + sum(high * wide // 4 + 2 for high, wide in row) for row in images))
+    ids = torch.randint(3, 30, (len(images), length), generator=generator)
     mask = torch.ones_like(ids)
-    for row in range(rows):
+    for row, own in enumerate(images):
+        place = 1
+        for high, wide in own:
+            end = place + 1 + high * wide // 4
+            ids[row, place], ids[row, place + 1 : end], ids[row, end] = START, IMAGE, END
+            place = end + 1
         mask[row, length - row % 4 :] = 0
     ids = ids * mask
-    return {
+    batch = {
         "input_ids": ids,
         "attention_mask": mask,
         "mm_token_type_ids": (ids == IMAGE).long(),
-        "pixel_values": torch.randn(rows * _SIDE**2, 3 * _PATCH**2, generator=generator, dtype=torch.float64),
-        "image_grid_thw": torch.tensor([[1, _SIDE, _SIDE]] * rows),
         "labels": torch.where((mask == 0) | (ids > 30), -100, ids),
+    }
+    sizes = [size for row in images for size in row]
+    if not sizes:
+        return batch
+    patches = sum(high * wide for high, wide in sizes)
+    return {
+        **batch,
+        "pixel_values": torch.randn(patches, 3 * _PATCH**2, generator=generator, dtype=torch.float64),
+        "image_grid_thw": torch.tensor([[1, *size] for size in sizes]),
     }

@@ -9,7 +9,7 @@ from torch import nn
 from pipelining_dualpipev import SplitError
 from pipelining_dualpipev.models import plan_split
 from pipelining_dualpipev.models.plan import SplitPlan
-from pipelining_dualpipev.models.shapes import Plans, signature_of
+from pipelining_dualpipev.models.shapes import Plans
 from pipelining_dualpipev.models.surgery import make_skeleton
 from tests.models.zoo import make_batch, make_model
 
@@ -69,7 +69,8 @@ def test_cuts_are_taken_as_they_are_and_kept_for_inputs_of_other_shapes():
     plan = plan_split(model, 2, example=BATCH, balance=[1, 5, 6])
     assert layers_of_stages(plan) == [[0], [1, 2, 3, 4], [5], [6]]
     longer = make_batch(2, length=14)
-    again = Plans(make_skeleton(model), plan).plan_for(signature_of(plan, longer))
+    plans = Plans(make_skeleton(model), plan)
+    again = plans.get(plans.find(longer), longer)
     assert again.assignment.holders == plan.assignment.holders
     assert layers_of_stages(again) == layers_of_stages(plan)
 

@@ -101,7 +101,7 @@ def test_without_a_mask_none_is_required():
     model, batch = make_model("llama"), make_batch(2 * N)
     del batch["attention_mask"]
     chain = Chain(model, 2, example=microbatch(batch, 0, N))
-    assert [chain.stages[s].required_inputs for s in range(4)] == [("input_ids", "labels"), (), (), ("labels",)]
+    assert [chain.stages[s].required_inputs for s in range(1, 4)] == [(), (), ("labels",)]
     assert_same((chain.step(batch, N), chain.gradients()), unsplit_step(model, batch), CASTS_TO_FP32)
 
 

@@ -116,10 +116,10 @@ def test_a_model_on_meta_gets_its_weights_and_buffers_from_its_own_initialisatio
         assert abs(unsplit_step(whole, batch)[0] - loss) < 10 * CASTS_TO_FP32 * loss
 
 
-def test_a_missing_input_is_named():
+def test_an_input_that_has_not_reached_a_stage_is_named():
     chain = Chain(make_model("llama"), 2, example=make_batch(2))
-    with pytest.raises(SplitError, match="stage 0 needs the input 'attention_mask', which was in the example"):
-        chain.stages[0](input_ids=make_batch(2)["input_ids"])
+    with pytest.raises(SplitError, match="stage 1 needs the input 'attention_mask', which the first stage was given"):
+        chain.stages[1](*chain.stages[0](**make_batch(2)))
 
 
 def test_a_hook_on_glue_is_refused_by_name():

@@ -1,0 +1,223 @@
+"""One run of the whole model on no data, in which each call of a unit becomes an *event*.
+
+::
+
+    forward()  ──glue──>  unit 0  ──glue──>  unit 1  ──glue──>  ...  ──>  output, loss
+                 │          │                                               │
+              demands:   used: roots of what it took                     roots, and how the
+              data that  gave: what others are to be handed              labels came into it
+              was seen   in its place (`models.calls`)
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from pipelining_dualpipev._torch import pytree, replace_call, version_of
+from pipelining_dualpipev.errors import SplitError
+from pipelining_dualpipev.models.absent import Absent, refuse_spoiled, tensors_in
+from pipelining_dualpipev.models.calls import (
+    PLAIN,
+    Change,
+    Computed,
+    Constant,
+    Description,
+    HandedThrough,
+    Leaf,
+    Snapshot,
+)
+from pipelining_dualpipev.models.guards import Tape
+from pipelining_dualpipev.models.loss import LABELS, NUM_ITEMS, LossPlan, LossWatch, marked_labels
+from pipelining_dualpipev.models.numbers import AbsentNumbers
+from pipelining_dualpipev.models.roots import Demand, Root, pretending, recording
+from pipelining_dualpipev.models.surgery import refuse_in_autograd_function
+from pipelining_dualpipev.models.units import Units
+
+__all__ = ["DryRun", "Event", "accepts", "on_meta"]
+
+
+@dataclass
+class Event:
+    """One call of a unit.
+
+    Attributes:
+        unit: FQN of the unit.
+        index: which call it is.
+        is_layer: whether the unit is a layer.
+        uses: roots of what it takes, but for its own parameters.
+        gives: what it gives, without the tensors.
+        stage: where it is made.
+        flops: of its forward, if they were counted.
+        writes_buffer: the name of a buffer of its unit that it writes into, or nothing.
+    """
+
+    unit: str
+    index: int
+    is_layer: bool
+    uses: frozenset[Root] = frozenset()
+    gives: tuple[Description, ...] = ()
+    stage: int = -1
+    flops: int = 0
+    writes_buffer: str = ""
+
+    def root(self, output: int) -> Root:
+        """The root of its output of that number."""
+        return Root("event", self.unit, self.index, output)
+
+
+class DryRun:
+    """One run of the whole model on no data."""
+
+    def __init__(self, model: nn.Module, units: Units, names: dict[str, str], *, counts_flops: bool) -> None:
+        self._model, self._counts_flops = model, counts_flops
+        self.events: list[Event] = []
+        self.demands: list[Demand] = []
+        self.writes_in_place = False
+        self.tape = Tape()
+        for fqn, unit in units.units.items():
+            own = {canonical for name, canonical in names.items() if name.startswith(f"{fqn}.")}
+            replace_call(unit, partial(self._record, fqn, unit, fqn in units.layers, own))
+
+    def run(
+        self, inputs: dict[str, Any], constants: dict[str, Any], decisive: Collection[str]
+    ) -> tuple[frozenset[Root], LossPlan | None]:
+        """Run the model's forward.
+
+        Args:
+            inputs: what has tensors in it.
+            constants: what has none.
+            decisive: the inputs whose values are those of a batch; of the others they only stand for some.
+
+        Returns:
+            What the model's output is made of, and how its loss comes about.
+        """
+        values = {name: pytree.tree_map_only(torch.Tensor, torch.clone, value) for name, value in inputs.items()}
+        watch = None
+        if isinstance(values.get(LABELS), torch.Tensor):
+            values[LABELS] = marked_labels(values[LABELS])
+            watch = LossWatch(values[LABELS].clone())
+            if accepts(self._model, NUM_ITEMS):
+                constants = {**constants, NUM_ITEMS: torch.ones(())}
+        absent = {name: _valued(value, Root("input", name)) for name, value in values.items()}
+        for name in values.keys() & set(decisive) - {LABELS}:  # whose values are marks
+            self.tape.add_input(name, [tensor.value for tensor in tensors_in(absent[name])])  # type: ignore[attr-defined]
+        recording.dry_run, recording.writes_in_place = True, False
+        recording.demands, recording.events, recording.tape = self.demands, 0, self.tape
+        try:
+            with torch.no_grad(), AbsentNumbers(), watch or nullcontext():
+                output = self._model(**absent, **constants)
+        finally:
+            recording.dry_run, recording.demands, recording.tape = False, None, None
+        self.writes_in_place = recording.writes_in_place
+        loss = None
+        if watch is not None:
+            loss = watch.conclude(output["loss"] if isinstance(output, dict) else output[0])
+        refuse_spoiled(tensors_in(output))
+        roots = (tensor.roots for tensor in tensors_in(output) if isinstance(tensor, Absent))
+        return frozenset().union(*roots), loss
+
+    def _record(
+        self, fqn: str, unit: nn.Module, is_layer: bool, own: set[str], call: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            refuse_in_autograd_function(fqn)
+            event = Event(fqn, len(self.events), is_layer)
+            self.events.append(event)
+            recording.events = len(self.events)
+            before = Snapshot(args, kwargs)
+            describe = _Describer(event, before)
+            real = [tensor for _, tensor in before.tensors() if not isinstance(tensor, Absent)]
+            versions = [(tensor, version_of(tensor)) for tensor in real]
+            buffers = [(name, buffer, version_of(buffer)) for name, buffer in unit.named_buffers()]
+            counter = FlopCounterMode(display=False) if self._counts_flops else nullcontext()
+            with pretending(fqn) as used, counter:
+                try:
+                    output = call(*args, **kwargs)
+                except (RuntimeError, NotImplementedError, IndexError, TypeError, ValueError) as error:
+                    if isinstance(error, SplitError):
+                        raise
+                    raise SplitError(f"the dry run of {fqn} failed: {type(error).__name__}: {error}") from error
+            if isinstance(counter, FlopCounterMode):
+                event.flops = counter.get_total_flops()
+            event.uses = frozenset(root for root in used if not (root.kind == "parameter" and root.name in own))
+            event.writes_buffer = next((name for name, buffer, seen in buffers if version_of(buffer) != seen), "")
+            changes = before.changes(output)
+            _refuse_what_others_would_not_see(fqn, versions, changes)
+            event.gives = tuple(Description.of(change, describe) for change in changes)
+            return output
+
+        return recorded
+
+
+def _refuse_what_others_would_not_see(
+    unit: str, versions: Iterable[tuple[torch.Tensor, int]], changes: Iterable[Change]
+) -> None:
+    for tensor, version in versions:  # for Absents, see `absent.refuse_spoiled`
+        if version_of(tensor) != version:
+            raise SplitError(
+                f"{unit} writes in place into a tensor of shape {list(tensor.shape)} that it was given, where other "
+                "stages would not see it: let it return what it computes"
+            )
+    for change in changes:
+        for leaf in pytree.tree_leaves(change.value) if change.place[0] == "write" else ():
+            if not isinstance(leaf, (torch.Tensor, *PLAIN)):
+                raise SplitError(
+                    f"{unit} puts a {type(leaf).__name__} into a dict or list that it was given, where other stages "
+                    "would not see it: only tensors, numbers and text can be told to them"
+                )
+
+
+class _Describer:
+    """Describes what one event gives; tensors that it has computed are numbered, and become roots themselves."""
+
+    def __init__(self, event: Event, before: Snapshot) -> None:
+        self._event = event
+        self._arguments = {id(tensor): (path, getattr(tensor, "roots", None)) for path, tensor in before.tensors()}
+        self._numbers: dict[int, Computed] = {}
+
+    def __call__(self, leaf: Any) -> Leaf:
+        if not isinstance(leaf, torch.Tensor):
+            return Constant(leaf)
+        if id(leaf) in self._numbers:  # the same tensor at a second place
+            return self._numbers[id(leaf)]
+        path, roots = self._arguments.get(id(leaf), (None, None))
+        written = isinstance(leaf, Absent) and leaf.memory.spoiled is not None
+        if path is not None and roots == getattr(leaf, "roots", None) and not written:
+            return HandedThrough(path)
+        if not isinstance(leaf, Absent):
+            return Constant(leaf)  # made from shapes alone
+        if leaf.value is not None and not leaf.roots:
+            return Constant(leaf.value)
+        computed = Computed(len(self._numbers), tuple(leaf.shape), leaf.dtype)
+        leaf.becomes_given(self._event.root(computed.output))
+        self._numbers[id(leaf)] = computed
+        return computed
+
+
+def _valued(tree: Any, root: Root) -> Any:
+    def valued(tensor: torch.Tensor) -> Absent:
+        absent = Absent(on_meta(tensor), "cpu", frozenset({root}), tensor.detach().cpu())
+        absent.memory.given = True
+        return absent
+
+    return pytree.tree_map_only(torch.Tensor, valued, tree)
+
+
+def accepts(model: nn.Module, name: str) -> bool:
+    """Whether the model's forward takes a keyword of that name, or any."""
+    parameters = inspect.signature(model.forward).parameters
+    return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+
+def on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor like it, without data."""
+    return torch.empty_like(tensor, device="meta")
