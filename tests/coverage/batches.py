@@ -24,8 +24,9 @@ IGNORED = -100
 _FIRST_WORD = 3  # after pad, begin and end
 _END = 2
 _LAST_WORD = VOCABULARY - 20  # before images and the like
-_BEGINS = ("vision_start_token_id", "image_start_id")  # what stands before the places of an image
-_ENDS = ("vision_end_token_id", "image_end_id")
+# what stands before the places of an image, and after
+_BEGINS = ("vision_start_token_id", "image_start_token_id", "image_start_id")
+_ENDS = ("vision_end_token_id", "image_end_token_id", "image_end_id")
 _FORMS = {"image": image_forms, "audio": sound_forms, "wave": wave_forms}
 Batch = dict[str, Any]
 
@@ -60,6 +61,8 @@ def _inputs(
                 labels = torch.randint(_FIRST_WORD, 30, (ROWS, 5), generator=generator)
                 yield {**form, "labels": labels}
                 yield {**form, "decoder_input_ids": labels, "labels": labels}
+    if "shared_kv_states" in takes:
+        yield _draft(model, dtype, generator)
     if "text" in task.inputs and not (task.needs_senses and takes_senses):
         yield from _text(task, generator)
 
@@ -78,6 +81,26 @@ def _text(task: Task, generator: torch.Generator) -> Iterator[Batch]:
         labels[0, :5] = IGNORED
         labels[mask == 0] = IGNORED
     yield {"input_ids": ids, "attention_mask": mask, "labels": labels, **_boxes(ids)}
+
+
+def _draft(model: nn.Module, dtype: torch.dtype, generator: torch.Generator) -> Batch:
+    """What a model that drafts for a larger one takes of that: a state of the last word, and keys and values of all."""
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=dtype)
+
+    config = model.config.get_text_config()
+    layers = {kind: config.per_layer_config[index] for index, kind in enumerate(config.layer_types)}
+    mask = torch.ones(ROWS, LENGTH, dtype=torch.long)
+    mask[1, -3:] = 0
+    return {
+        "inputs_embeds": noise(ROWS, 1, 2 * model.config.backbone_hidden_size),
+        "attention_mask": mask,
+        "shared_kv_states": {
+            kind: tuple(noise(ROWS, layer.num_key_value_heads, LENGTH, layer.head_dim) for _ in range(2))
+            for kind, layer in layers.items()
+        },
+    }
 
 
 def _boxes(ids: torch.Tensor) -> Batch:
@@ -115,7 +138,9 @@ def _among_words(task: Task, model: nn.Module, sense: str, form: Batch, generato
         "mm_token_type_ids": kinds,
         "token_type_ids": kinds,
         "images_seq_mask": where,
+        "moe_mm_token_type_ids": kinds,
         "image_embeds_position_mask": where,
+        "image_attention_mask": mask[..., None],
         "cross_attention_mask": mask[..., None, None].repeat(1, 1, 1, 4),
     }
     if task.labels == "sequence":
@@ -124,5 +149,6 @@ def _among_words(task: Task, model: nn.Module, sense: str, form: Batch, generato
 
 
 def _token_of(config: Any, sense: str) -> int | None:
-    names = ("image_token_id", "image_token_index") if sense == "image" else ("audio_token_id", "audio_token_index")
+    kinds = ("image", "video") if sense == "image" else ("audio",)
+    names = [f"{kind}_token_{ending}" for kind in kinds for ending in ("id", "index")]
     return next((found for name in names if isinstance(found := getattr(config, name, None), int)), None)

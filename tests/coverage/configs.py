@@ -33,20 +33,22 @@ _GROUPS: tuple[tuple[Any, str], ...] = (
         32,
         "hidden_size d_model n_embd dim embedding_size hidden_dim embed_dim word_embed_proj_dim emb_dim lru_width "
         "out_hidden_size d_embed projection_dim proj_dim encoder_hidden_size decoder_hidden_size output_dim "
-        "encoder_embed_dim decoder_embed_dim input_embedding_dim projection_hidden_size "
+        "encoder_embed_dim decoder_embed_dim backbone_hidden_size input_embedding_dim projection_hidden_size "
         "projector_hidden_size projector_input_dim projector_output_dim text_hidden_size vision_hidden_size "
-        "vision_output_dim",
+        "vision_output_dim adapter_in_dim adapter_input_size adapter_out_dim audio_embed_dim codebook_dim "
+        "downsample_hidden_size image_text_hidden_size mm_embed_dim output_proj_dims projection_hidden_dim",
     ),
     (
         48,
         "intermediate_size ffn_dim n_inner d_ff encoder_ffn_dim decoder_ffn_dim mlp_hidden_size ffn_hidden_size "
-        "dim_feedforward d_inner encoder_intermediate_size decoder_intermediate_size dense_intermediate_size",
+        "dim_feedforward d_inner encoder_intermediate_size decoder_intermediate_size dense_intermediate_size "
+        "projection_intermediate_size",
     ),
     (
         16,
         "moe_intermediate_size shared_expert_intermediate_size expert_intermediate_size mamba_d_head mamba_head_dim "
         "moe_shared_expert_intermediate_size mamba_headdim q_lora_rank kv_lora_rank o_lora_rank index_head_dim "
-        "expert_ffn_hidden_size indexer_head_dim",
+        "expert_ffn_hidden_size indexer_head_dim mm_posemb_size shared_experts_intermediate_size",
     ),
     (24, "shared_intermediate_size"),
     (
@@ -59,7 +61,7 @@ _GROUPS: tuple[tuple[Any, str], ...] = (
     (
         2,
         "num_key_value_heads num_kv_heads linear_num_key_heads num_experts_per_tok moe_topk moe_k moe_top_k "
-        "index_n_heads num_kv_shared_layers altup_num_inputs mamba_expand encoder_num_key_value_heads "
+        "index_n_heads num_kv_shared_layers altup_num_inputs mamba_expand top_k_experts encoder_num_key_value_heads "
         "decoder_num_key_value_heads",
     ),
     (
@@ -80,10 +82,10 @@ _GROUPS: tuple[tuple[Any, str], ...] = (
         "max_position_embeddings n_positions n_ctx max_seq_len seq_length max_target_positions max_source_positions "
         "max_sequence_length decoder_max_position_embeddings encoder_max_position_embeddings",
     ),
-    (32, "image_size"),
+    (32, "image_size max_image_size"),
     (3, "num_channels in_channels"),
     (2, "num_conv_pos_embedding_groups num_labels"),
-    (4, "mm_tokens_per_image latent_query_num"),
+    (4, "mm_tokens_per_image latent_query_num num_query_tokens"),
     (192, "patch_embed_hidden_size"),  # three colours of a patch
     (0, "pad_token_id decoder_start_token_id"),
     (0.02, "initializer_range"),  # of some towers 1e-10, which leaves no gradient to compare
@@ -107,7 +109,7 @@ def tiny_config(model_type: str) -> Any:
 
 
 def _tiny(config_class: type[PretrainedConfig], settings: Mapping[str, Any] = MappingProxyType({})) -> Any:
-    tweaks = TWEAKS.get(config_class.model_type, {})
+    tweaks = dict(TWEAKS.get(config_class.model_type, {}))
     fields = _fields(config_class)
     options = {name: value for name, value in settings.items() if name not in _SIZES}
     for name, default in fields.items():
@@ -118,8 +120,8 @@ def _tiny(config_class: type[PretrainedConfig], settings: Mapping[str, Any] = Ma
         elif _DROPOUT.search(name) and isinstance(default, float):
             options[name] = 0.0
     for name, inner in _sub_configs(config_class).items():
-        if name not in tweaks:
-            options[name] = _tiny(*inner).to_dict()
+        own = tweaks.pop(name, {})
+        options[name] = _tiny(*inner).to_dict() | own if isinstance(own, dict) else own
     options |= tweaks
     config = config_class(**{name: value for name, value in options.items() if value is not ...})
     _let_tokens_fit(config)
@@ -144,14 +146,16 @@ def _sub_configs(config_class: type[PretrainedConfig]) -> dict[str, tuple[type[P
         return {}
     try:
         default = config_class()
-    except Exception:  # it has no defaults for them
+    except Exception:  # it has no defaults for them, or not such that go together
         default = None
     found = {}
     for name, given in config_class.sub_configs.items():
-        inner = getattr(default, name, None)
-        if isinstance(inner, PretrainedConfig):
-            settings = getattr(config_class.sub_configs_defaults.get(name), "init_kwargs", None) or {}
-            found[name] = type(inner), {key: value for key, value in settings.items() if not isinstance(value, dict)}
+        spec = config_class.sub_configs_defaults.get(name)
+        usual = getattr(spec, "model_type", None)
+        inner = type(getattr(default, name, None)) if default or not usual else CONFIG_MAPPING[usual]
+        if issubclass(inner, PretrainedConfig):
+            settings = getattr(spec, "init_kwargs", None) or {}
+            found[name] = inner, {key: value for key, value in settings.items() if not isinstance(value, dict)}
         elif given.__name__ != "AutoConfig":
             found[name] = given, {}
     return found

@@ -32,7 +32,17 @@ def image_forms(model: nn.Module, dtype: torch.dtype, generator: torch.Generator
     flat = noise(ROWS * side * side, 3 * time * patch * patch)
     squares = noise(ROWS * side * side, 3, patch, patch)
     pixels = noise(ROWS, 3, size, size)
-    yield {"pixel_values": pixels, "image_sizes": sizes}
+    high = getattr(getattr(model.config, "high_res_vision_config", None), "image_size", size)
+    asked = {  # of what looks at an image
+        "qformer_input_ids": torch.randint(3, 30, (ROWS, 5), generator=generator),
+        "qformer_attention_mask": torch.ones(ROWS, 5, dtype=torch.long),
+    }
+    yield {
+        "pixel_values": pixels,
+        "image_sizes": sizes,
+        "high_res_pixel_values": noise(ROWS, 3, high, high),
+        **asked,
+    }
     yield {"pixel_values": pixels}
     yield {
         "pixel_values": flat,
@@ -46,9 +56,18 @@ def image_forms(model: nn.Module, dtype: torch.dtype, generator: torch.Generator
         "pixel_values": noise(1, 3, patch, ROWS * (2 * side) ** 2 * patch),
         "target_sizes": torch.tensor([[2 * side, 2 * side]] * ROWS),
     }
-    yield {"pixel_values": noise(ROWS, 1, 3, size, size), "image_sizes": sizes}
+    yield {
+        "pixel_values": noise(ROWS * 4, merge * patch, merge * patch, 3),
+        "image_grid_thw": grid // torch.tensor([1, merge, merge]),
+    }
+    yield {"pixel_values": noise(ROWS * 4, time, patch, patch, 3)}
+    yield {
+        "pixel_values": noise(ROWS, 1, 3, size, size),
+        "image_sizes": sizes,
+        "pixel_attention_mask": torch.ones(ROWS, 1, dtype=torch.bool),
+    }
     yield {"pixel_values": noise(ROWS, 3, 3, size, size), "image_sizes": sizes}
-    yield {"pixel_values": noise(ROWS, 2, 3, size, size), "image_sizes": sizes}
+    yield {"pixel_values": noise(ROWS, 2, 3, size, size), "image_sizes": sizes, **asked}
     yield {
         "pixel_values": noise(ROWS, 16, 3 * patch * patch),
         "spatial_shapes": torch.tensor([[4, 4]] * ROWS),
@@ -113,13 +132,16 @@ def places_taken(model: nn.Module, form: dict[str, torch.Tensor], kind: str) -> 
     Raises:
         Exception: whatever the model makes of a form that is not its own.
     """
-    name = f"get_{kind}_features"
-    features = getattr(getattr(model, "model", None), name, None) or getattr(model, name, None)
+    names = ("get_image_features", "get_video_features") if kind == "image" else (f"get_{kind}_features",)
+    places = [(each, name) for name in names for each in (getattr(model, "model", None), model)]
+    features = next((found for each, name in places if (found := getattr(each, name, None))), None)
     if features is None:
         return None
     takes = inspect.signature(features).parameters
     with torch.no_grad():
         found = features(**{name: value for name, value in form.items() if name in takes})
+    if getattr(found, "deepstack_features", None) and found.get("pooler_output") is None:
+        (_, found), *_ = found.deepstack_features
     if hasattr(found, "pooler_output"):
         found = found.pooler_output if found.pooler_output is not None else found.last_hidden_state
     while isinstance(found, tuple) and found and not isinstance(found[0], torch.Tensor):

@@ -1,6 +1,6 @@
 """What shrinking cannot guess of a model type: sizes that have to go together, patterns of layers, names of its own.
 
-``...`` leaves a field at its default.
+``...`` leaves a field at its default. What is said of a config within another is laid over the tiny one of its class.
 """
 
 from __future__ import annotations
