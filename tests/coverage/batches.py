@@ -32,7 +32,7 @@ def batches_for(task: Task, model: nn.Module, dtype: torch.dtype) -> Iterator[Ba
     """Batches to try, the most demanding one first."""
     generator = torch.Generator().manual_seed(1)
     takes = set(inspect.signature(model.forward).parameters)
-    for whole in _inputs(task, model, dtype, generator):
+    for whole in _inputs(task, model, takes, dtype, generator):
         batch = {name: value for name, value in whole.items() if name in takes or name == "input_ids"}
         yield batch
         without_mask = {name: value for name, value in batch.items() if name != "attention_mask"}
@@ -41,16 +41,21 @@ def batches_for(task: Task, model: nn.Module, dtype: torch.dtype) -> Iterator[Ba
             yield without_mask
 
 
-def _inputs(task: Task, model: nn.Module, dtype: torch.dtype, generator: torch.Generator) -> Iterator[Batch]:
-    senses = [sense for sense in task.inputs if sense != "text"]
-    for sense in senses:
+def _inputs(
+    task: Task, model: nn.Module, takes: set[str], dtype: torch.dtype, generator: torch.Generator
+) -> Iterator[Batch]:
+    for sense in (sense for sense in task.inputs if sense != "text"):
         for form in _FORMS[sense](model, dtype, generator):
-            if "text" in task.inputs:
+            if next(iter(form)) not in takes:
+                continue
+            if "text" in task.inputs and "input_ids" in takes:
                 yield from _among_words(task, model, sense, form, generator)
             elif task.labels == "row":
                 yield {**form, "labels": torch.arange(ROWS) % 2}
             else:
-                yield {**form, "labels": torch.randint(_FIRST_WORD, 30, (ROWS, 5), generator=generator)}
+                labels = torch.randint(_FIRST_WORD, 30, (ROWS, 5), generator=generator)
+                yield {**form, "labels": labels}
+                yield {**form, "decoder_input_ids": labels, "labels": labels}
     if "text" in task.inputs and not task.needs_senses:
         yield from _text(task, generator)
 
@@ -84,7 +89,9 @@ def _among_words(task: Task, model: nn.Module, sense: str, form: Batch, generato
     except Exception:  # it takes another form
         return
     token = _token_of(model.config, sense)
-    ids = torch.randint(_FIRST_WORD, _LAST_WORD, (ROWS, LENGTH + (places or 0)), generator=generator)
+    alongside = sense != "image" and token is None  # the sound of each word is added to it
+    length = places if places and alongside else LENGTH + (places or 0)
+    ids = torch.randint(_FIRST_WORD, _LAST_WORD, (ROWS, length), generator=generator)
     where = torch.zeros_like(ids, dtype=torch.bool)
     if places and token is not None:
         where[:, 2 : 2 + places] = True
@@ -100,6 +107,8 @@ def _among_words(task: Task, model: nn.Module, sense: str, form: Batch, generato
     kinds = where.long()
     batch = {**form, "input_ids": ids, "attention_mask": mask, "labels": labels, **_boxes(ids)}
     yield {**batch, "mm_token_type_ids": kinds, "token_type_ids": kinds, "images_seq_mask": where}
+    if places and "input_features_mask" in batch:  # to some it is a mask of the places
+        yield {**batch, "input_features_mask": torch.ones(ROWS, places, dtype=torch.bool)}
     if task.labels == "sequence":
         yield {**form, "labels": torch.randint(_FIRST_WORD, _LAST_WORD, (ROWS, 7), generator=generator)}
         yield {**form, "decoder_input_ids": ids[:, :7], "labels": ids[:, :7]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import time
 import traceback
 from dataclasses import dataclass, replace
@@ -104,6 +105,8 @@ def _that_runs(task: str, model_type: str) -> tuple[nn.Module, dict[str, Any], t
                 TASKS[task].loss_of(output, batch).backward()
                 if not all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None):
                     raise ValueError("the model's own gradients are not finite")
+                if not any(p.grad.any() for p in model.parameters() if p.grad is not None):
+                    raise ValueError("the model's own gradients are all zero")
             except Exception as error:
                 first = first or error
                 continue
@@ -111,8 +114,7 @@ def _that_runs(task: str, model_type: str) -> tuple[nn.Module, dict[str, Any], t
                 model.zero_grad(set_to_none=True)
             # What a model has counted or cached in this run is not to be there in the next.
             return build(task, model_type, dtype), batch, dtype
-    assert first is not None
-    raise first
+    raise first or ValueError("no form of images or sounds that is tried here is one that it takes")
 
 
 def _compare(result: Result, model: nn.Module, batch: dict[str, Any]) -> Result:
@@ -122,7 +124,7 @@ def _compare(result: Result, model: nn.Module, batch: dict[str, Any]) -> Result:
     except SplitError as error:
         if "a loss_fn of your own" not in str(error):
             raise
-        batch = {name: value for name, value in batch.items() if name != "labels"}
+        batch = _without_labels(model, batch)
         chain, loss_fn = Chain(model, NUM_RANKS, batch), TASKS[result.task].loss_of_outputs
     found = compare(chain, model, batch, loss_fn)
     return replace(
@@ -134,6 +136,15 @@ def _compare(result: Result, model: nn.Module, batch: dict[str, Any]) -> Result:
         error=max(found.loss_error, found.worst[1]),
         own_loss=loss_fn is None,
     )
+
+
+def _without_labels(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
+    """The batch, with what a decoder would have made of the labels."""
+    batch = dict(batch)
+    labels = batch.pop("labels")
+    if "decoder_input_ids" in inspect.signature(model.forward).parameters:
+        batch.setdefault("decoder_input_ids", labels.clamp(min=0))
+    return batch
 
 
 def _difference(found: Verification) -> str:

@@ -24,6 +24,12 @@ def test_a_split_that_is_right(name, dtype):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_a_batch_may_hold_what_is_no_tensor():
+    """A flag is of the example, and no input of a step: it was refused as one of those."""
+    report = verify(make_model("llama").eval(), 2, {**make_batch(4), "use_cache": False})
+    assert report.matches, report
+
+
 def test_a_boundary_that_cuts_the_gradient_off_is_found(monkeypatch):
     outgoing = StageModule._outgoing
 
