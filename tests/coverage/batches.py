@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tests.coverage.configs import VOCABULARY
-from tests.coverage.senses import ROWS, image_forms, places_taken, sound_forms, wave_forms
+from tests.coverage.senses import ROWS, codebooks, image_forms, places_taken, sound_forms, wave_forms
 from tests.coverage.tasks import Task
 
 __all__ = ["batches_for"]
@@ -44,10 +44,12 @@ def batches_for(task: Task, model: nn.Module, dtype: torch.dtype) -> Iterator[Ba
 def _inputs(
     task: Task, model: nn.Module, takes: set[str], dtype: torch.dtype, generator: torch.Generator
 ) -> Iterator[Batch]:
+    takes_senses = False
     for sense in (sense for sense in task.inputs if sense != "text"):
         for form in _FORMS[sense](model, dtype, generator):
             if next(iter(form)) not in takes:
                 continue
+            takes_senses = True
             if "text" in task.inputs and "input_ids" in takes:
                 yield from _among_words(task, model, sense, form, generator)
             elif task.labels == "row":
@@ -56,8 +58,13 @@ def _inputs(
                 labels = torch.randint(_FIRST_WORD, 30, (ROWS, 5), generator=generator)
                 yield {**form, "labels": labels}
                 yield {**form, "decoder_input_ids": labels, "labels": labels}
-    if "text" in task.inputs and not task.needs_senses:
+    if ("text" in task.inputs and not task.needs_senses) or not takes_senses:
         yield from _text(task, generator)
+        if "image" not in task.inputs and "pixel_values" in takes:  # what reads no words without one
+            for form in image_forms(model, dtype, generator):
+                yield from _among_words(task, model, "image", form, generator)
+    if books := codebooks(model.config):
+        yield from _codes(books, generator)
 
 
 def _text(task: Task, generator: torch.Generator) -> Iterator[Batch]:
@@ -74,6 +81,22 @@ def _text(task: Task, generator: torch.Generator) -> Iterator[Batch]:
         labels[0, :5] = IGNORED
         labels[mask == 0] = IGNORED
     yield {"input_ids": ids, "attention_mask": mask, "labels": labels, **_boxes(ids)}
+
+
+def _codes(books: int, generator: torch.Generator) -> Iterator[Batch]:
+    """Sound as a codec has it: several codes at a time, beside the word there, as all there is, or as the answer."""
+
+    def codes(*shape: int) -> torch.Tensor:
+        return torch.randint(_FIRST_WORD, 30, shape, generator=generator)
+
+    words, mask = codes(ROWS, LENGTH), torch.ones(ROWS, LENGTH, dtype=torch.long)
+    mask[1, -3:] = 0
+    answer = codes(ROWS * books, LENGTH)
+    of_words = {"attention_mask": mask, "labels": words.masked_fill(mask == 0, IGNORED)}
+    yield {"input_ids": torch.cat([words[..., None], codes(ROWS, LENGTH, books)], dim=-1), **of_words}
+    turned = answer.reshape(ROWS, books, LENGTH).transpose(1, 2).contiguous()
+    yield {"input_ids": answer, "attention_mask": mask, "labels": turned.masked_fill(mask[..., None] == 0, IGNORED)}
+    yield {"input_ids": words, "attention_mask": mask, "decoder_input_ids": turned, "labels": answer}
 
 
 def _boxes(ids: torch.Tensor) -> Batch:

@@ -77,8 +77,10 @@ def build(task: str, model_type: str, dtype: torch.dtype = torch.float64) -> nn.
     config = tiny_config(model_type)
     model_class = getattr(transformers, TASKS[task].class_of(model_type))
     wanted = model_class.config_class
-    if wanted is not None and not isinstance(config, wanted) and isinstance(config.get_text_config(), wanted):
-        config = config.get_text_config()
+    if wanted is not None and not isinstance(config, wanted):
+        config = next((inner for inner in vars(config).values() if isinstance(inner, wanted)), config)
+    if hasattr(config, "is_decoder") and not config.is_encoder_decoder:
+        config.is_decoder = task == "causal-lm"
     with torch.device("meta"):
         sizes = {
             name: p.numel()

@@ -32,7 +32,7 @@ _GROUPS: tuple[tuple[Any, str], ...] = (
         32,
         "hidden_size d_model n_embd dim embedding_size hidden_dim embed_dim word_embed_proj_dim emb_dim lru_width "
         "out_hidden_size d_embed projection_dim proj_dim encoder_hidden_size decoder_hidden_size output_dim "
-        "encoder_embed_dim decoder_embed_dim input_embedding_dim",
+        "encoder_embed_dim decoder_embed_dim input_embedding_dim audio_hidden_size",
     ),
     (
         48,

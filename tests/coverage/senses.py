@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["image_forms", "places_taken", "sound_forms", "wave_forms"]
+__all__ = ["codebooks", "image_forms", "places_taken", "sound_forms", "wave_forms"]
 
 ROWS = 2
 _BINS = (
@@ -93,6 +93,11 @@ def _shorter(mask: torch.Tensor) -> torch.Tensor:
     shorter = mask.clone()
     shorter[-1, -(mask.shape[1] // 4) :] = 0
     return shorter
+
+
+def codebooks(config: Any) -> int:
+    """How many codes a model has for a moment of sound; 0 if it has none."""
+    return _find(config, "num_codebooks", 0) or len(_find(config, "delay_pattern", ()))
 
 
 def places_taken(model: nn.Module, form: dict[str, torch.Tensor], kind: str) -> int | None:

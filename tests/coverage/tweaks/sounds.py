@@ -34,6 +34,13 @@ SOUNDS: dict[str, dict[str, Any]] = {
         ],
         _SMALL_CONV,
     ),
+    "dia": {"delay_pattern": [0, 1, 2]},
+    "dia_decoder": {
+        "cross_num_attention_heads": 4,
+        "cross_num_key_value_heads": 2,
+        "cross_head_dim": 8,
+        "cross_hidden_size": 32,
+    },
     "fun_asr_nano": {
         "adaptor_config": {
             "hidden_size": 32,
@@ -45,6 +52,7 @@ SOUNDS: dict[str, dict[str, Any]] = {
     },
     "fun_asr_nano_encoder": {"num_stacked_frames": 4, "num_timestamp_prediction_layers": 2},
     "granite_speech5_encoder": {"num_key_value_heads": 4},
+    "mimi": {"num_filters": 4, "upsample_groups": 32},
     "moonshine": {"encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4},
     "moonshine_streaming": {"num_key_value_heads": 4},
     "qwen3_asr_encoder": {"n_window_infer": 100},
