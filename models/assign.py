@@ -113,6 +113,12 @@ def assign(
     homes: dict[str, tuple[int, ...]] = {}
     for event in events:
         homes[event.unit] = (*homes.get(event.unit, ()), event.stage)
+        if event.writes_buffer and len(set(homes[event.unit])) > 1:
+            stages = ", ".join(map(str, sorted(set(homes[event.unit]))))
+            raise SplitError(
+                f"{event.unit} is called on stages {stages} and writes into its buffer {event.writes_buffer}, of which "
+                "each stage would have its own: use a module for each call, or one without such buffers"
+            )
     return Assignment(homes, holders, boundaries, [tuple(sorted(names_)) for names_ in required], borrowed)
 
 

@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -57,6 +57,7 @@ class Event:
         gives: what it gives, without the tensors.
         stage: where it is made.
         flops: of its forward, if they were counted.
+        writes_buffer: the name of a buffer of its unit that it writes into, or nothing.
     """
 
     unit: str
@@ -66,6 +67,7 @@ class Event:
     gives: tuple[Description, ...] = ()
     stage: int = -1
     flops: int = 0
+    writes_buffer: str = ""
 
     def root(self, output: int) -> Root:
         """The root of its output of that number."""
@@ -83,10 +85,21 @@ class DryRun:
         self.tape = Tape()
         for fqn, unit in units.units.items():
             own = {canonical for name, canonical in names.items() if name.startswith(f"{fqn}.")}
-            replace_call(unit, partial(self._record, fqn, fqn in units.layers, own))
+            replace_call(unit, partial(self._record, fqn, unit, fqn in units.layers, own))
 
-    def run(self, inputs: dict[str, Any], constants: dict[str, Any]) -> tuple[frozenset[Root], LossPlan | None]:
-        """Run; gives what the model's output is made of, and how its loss comes about."""
+    def run(
+        self, inputs: dict[str, Any], constants: dict[str, Any], decisive: Collection[str]
+    ) -> tuple[frozenset[Root], LossPlan | None]:
+        """Run the model's forward.
+
+        Args:
+            inputs: what has tensors in it.
+            constants: what has none.
+            decisive: the inputs whose values are those of a batch; of the others they only stand for some.
+
+        Returns:
+            What the model's output is made of, and how its loss comes about.
+        """
         values = {name: pytree.tree_map_only(torch.Tensor, torch.clone, value) for name, value in inputs.items()}
         watch = None
         if isinstance(values.get(LABELS), torch.Tensor):
@@ -95,7 +108,7 @@ class DryRun:
             if accepts(self._model, NUM_ITEMS):
                 constants = {**constants, NUM_ITEMS: torch.ones(())}
         absent = {name: _valued(value, Root("input", name)) for name, value in values.items()}
-        for name in values.keys() - {LABELS}:  # whose values are marks
+        for name in values.keys() & set(decisive) - {LABELS}:  # whose values are marks
             self.tape.add_input(name, [tensor.value for tensor in tensors_in(absent[name])])  # type: ignore[attr-defined]
         recording.dry_run, recording.writes_in_place = True, False
         recording.demands, recording.events, recording.tape = self.demands, 0, self.tape
@@ -112,7 +125,9 @@ class DryRun:
         roots = (tensor.roots for tensor in tensors_in(output) if isinstance(tensor, Absent))
         return frozenset().union(*roots), loss
 
-    def _record(self, fqn: str, is_layer: bool, own: set[str], call: Callable[..., Any]) -> Callable[..., Any]:
+    def _record(
+        self, fqn: str, unit: nn.Module, is_layer: bool, own: set[str], call: Callable[..., Any]
+    ) -> Callable[..., Any]:
         def recorded(*args: Any, **kwargs: Any) -> Any:
             refuse_in_autograd_function(fqn)
             event = Event(fqn, len(self.events), is_layer)
@@ -122,6 +137,7 @@ class DryRun:
             describe = _Describer(event, before)
             real = [tensor for _, tensor in before.tensors() if not isinstance(tensor, Absent)]
             versions = [(tensor, version_of(tensor)) for tensor in real]
+            buffers = [(name, buffer, version_of(buffer)) for name, buffer in unit.named_buffers()]
             counter = FlopCounterMode(display=False) if self._counts_flops else nullcontext()
             with pretending(fqn) as used, counter:
                 try:
@@ -133,6 +149,7 @@ class DryRun:
             if isinstance(counter, FlopCounterMode):
                 event.flops = counter.get_total_flops()
             event.uses = frozenset(root for root in used if not (root.kind == "parameter" and root.name in own))
+            event.writes_buffer = next((name for name, buffer, seen in buffers if version_of(buffer) != seen), "")
             changes = before.changes(output)
             _refuse_what_others_would_not_see(fqn, versions, changes)
             event.gives = tuple(Description.of(change, describe) for change in changes)

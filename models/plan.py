@@ -183,7 +183,7 @@ def make_plan(
     constants = {name: value for name, value in example.items() if name not in inputs}
     if "use_cache" in inspect.signature(model.forward).parameters:
         constants.setdefault("use_cache", False)  # a stage has no use for another's keys and values
-    final_uses, loss = dry_run.run(inputs, constants)
+    final_uses, loss = dry_run.run(inputs, constants, inputs if before is None else before.decisive)
     demands = [*dry_run.demands, Demand(len(dry_run.events), final_uses)]
     elements = {name: size.numel() for name, (size, _) in sizes.items()}
     placed = before.assignment if before is not None else None

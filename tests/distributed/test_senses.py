@@ -155,6 +155,7 @@ def _train_where_values_decide() -> None:
             torch.testing.assert_close(parameter.grad, model.get_parameter(name).grad)
 
 
+@pytest.mark.slow
 def test_a_step_may_cross_in_other_shapes_than_the_last_though_its_inputs_have_the_same(ranks):
     # Rows of 3 are the example's; of 5 and, without layer 2, of 2 are new.
     assert ranks(2).run(train_where_values_decide) == [2, 2]

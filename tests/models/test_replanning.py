@@ -130,6 +130,38 @@ def test_what_was_seen_and_does_not_matter_is_not_planned_for_again(dry_runs):
     assert len(dry_runs) == 1, "on the first stage, and only to see that it is the same plan"
 
 
+class Halves(nn.Module):
+    """It decides by values of ``more``, but only where there are more than two rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+        return self.inner(x[:2] if x.shape[0] > 2 and more.sum() < 0 else x)
+
+
+class HalvesFirst(AddsAtTheEnd):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0] = Halves()
+
+    def forward(self, x: torch.Tensor, more: torch.Tensor) -> tuple[torch.Tensor]:  # type: ignore[override]
+        x = self.layers[0](x, more)
+        for layer in self.layers[1:]:
+            x = layer(x)
+        return (x,)
+
+
+def test_a_look_at_what_did_not_decide_for_the_example_is_no_guard():
+    """Other ranks do not have it, so all plan with ones in its place."""
+    model = HalvesFirst()
+    chain = Chain(model, 2, {"x": torch.randn(2, 4), "more": torch.ones(2, 4)})
+    assert chain.plan.decisive == set()
+    for sign in (1, 1, -1):
+        assert outputs_match(chain, model, {"x": torch.randn(3, 4), "more": sign * torch.rand(3, 4)})
+
+
 class CountsInVain(AddsAtTheEnd):
     """It reads a number of its input to no purpose."""
 
@@ -168,6 +200,7 @@ def test_what_is_no_tensor_is_refused_by_name():
         chain.stages[0](**make_batch(2), use_cache=True)
 
 
+@pytest.mark.slow
 def test_plans_that_were_long_not_used_are_dropped_and_made_again(dry_runs, monkeypatch):
     monkeypatch.setattr(shapes, "_KEPT", 2)
     model = make_model("llama")

@@ -172,3 +172,26 @@ def test_an_object_that_is_put_into_a_dict_is_refused():
 
     with pytest.raises(SplitError, match=r"layers\.0 puts a object into a dict or list that it was given"):
         plan_split(Model(write, lambda x: {}), 2, example={"x": torch.ones(2, 3, dtype=torch.float64)})
+
+
+class ComesBack(nn.Module):
+    """A module that every layer is followed by."""
+
+    def __init__(self, again: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(3, 3)) for _ in range(4)])
+        self.again = again
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        for layer in self.layers:
+            x = self.again(layer(x))
+        return (x,)
+
+
+def test_a_module_of_several_stages_may_not_write_into_its_buffers():
+    """Each stage counted by itself: statistics were of a part of the calls, and nobody noticed."""
+    norm = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    with pytest.raises(SplitError, match=r"again is called on stages 0, 1 and writes into its buffer 1\.num_batches"):
+        plan_split(ComesBack(norm), 2, example={"x": torch.ones(2, 3)})
+    plan = plan_split(ComesBack(norm).eval(), 2, example={"x": torch.ones(2, 3)})
+    assert plan.tied_stages()["again.0.weight"] == (0, 1, 2, 3)
