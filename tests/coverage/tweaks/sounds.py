@@ -55,6 +55,7 @@ SOUNDS: dict[str, dict[str, Any]] = {
     "mimi": {"num_filters": 4, "upsample_groups": 32},
     "moonshine": {"encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4},
     "moonshine_streaming": {"num_key_value_heads": 4},
+    "nemotron3_5_transcribe_word_timestamp": {"blank_token_id": 98},
     "qwen3_asr_encoder": {"n_window_infer": 100},
     "vibevoice_acoustic_tokenizer": _SMALL_TOKENIZER,
     "vibevoice_acoustic_tokenizer_encoder": _SMALL_TOKENIZER,
