@@ -186,13 +186,25 @@ def is_container(value: Any) -> bool:
     return not isinstance(value, torch.Tensor) and isinstance(value, (dict, list, tuple, UserDict))
 
 
+class _Data(torch.autograd.Function):
+    """The data of an Absent as a tensor of its own, whose gradient goes on to what was written into the Absent."""
+
+    @staticmethod
+    def forward(ctx: Any, absent: Absent) -> torch.Tensor:
+        return absent.value.detach()  # type: ignore[union-attr]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
 def without_known(tree: Any) -> Any:
     """Real tensors in place of Absents whose data is known: what a unit that is really called is given.
 
     Dicts and lists stay the same objects, since a unit may write into them for others to read.
     """
     if isinstance(tree, Absent):
-        return tree if tree.value is None else tree.value
+        return tree if tree.value is None else _Data.apply(tree) if tree.requires_grad else tree.value
     if not is_container(tree):
         return tree
     if not isinstance(tree, tuple):

@@ -216,17 +216,18 @@ class Chain:
         """One microbatch through all stages: the last one's output, and what each has received and sent.
 
         Args:
-            inputs: of the microbatch.
+            inputs: of the microbatch; what is no tensor is the example's.
             around: gives for each stage a context to enter around its forward.
         """
         received: list[tuple[torch.Tensor, ...]] = [()]
         sent = []
         output: Any = None
+        tensors = inputs.keys() - self.plan.constants.keys()
         for stage in range(len(self.stages)):
             module = self.stages[stage]
             with around(stage):
                 output = module(
-                    *received[-1], **{name: inputs[name] for name in module.required_inputs if name in inputs}
+                    *received[-1], **{name: inputs[name] for name in module.required_inputs if name in tensors}
                 )
             if stage < len(self.stages) - 1:
                 sent.append(output)

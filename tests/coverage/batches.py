@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tests.coverage.configs import VOCABULARY
-from tests.coverage.senses import ROWS, image_forms, places_taken, sound_forms, wave_forms
+from tests.coverage.senses import ROWS, codebooks, image_forms, places_taken, sound_forms, wave_forms
 from tests.coverage.tasks import Task
 
 __all__ = ["batches_for"]
@@ -50,7 +50,7 @@ def _inputs(
     takes_senses = False
     for sense in (sense for sense in task.inputs if sense != "text"):
         for form in _FORMS[sense](model, dtype, generator):
-            if not takes & form.keys():
+            if next(iter(form)) not in takes:
                 continue
             takes_senses = True
             if "text" in task.inputs and "input_ids" in takes:
@@ -63,8 +63,13 @@ def _inputs(
                 yield {**form, "decoder_input_ids": labels, "labels": labels}
     if "shared_kv_states" in takes:
         yield _draft(model, dtype, generator)
-    if "text" in task.inputs and not (task.needs_senses and takes_senses):
+    if ("text" in task.inputs and not task.needs_senses) or not takes_senses:
         yield from _text(task, generator)
+        if "image" not in task.inputs and "pixel_values" in takes:  # what reads no words without one
+            for form in image_forms(model, dtype, generator):
+                yield from _among_words(task, model, "image", form, generator)
+    if books := codebooks(model.config):
+        yield from _codes(books, generator)
 
 
 def _text(task: Task, generator: torch.Generator) -> Iterator[Batch]:
@@ -103,6 +108,22 @@ def _draft(model: nn.Module, dtype: torch.dtype, generator: torch.Generator) -> 
     }
 
 
+def _codes(books: int, generator: torch.Generator) -> Iterator[Batch]:
+    """Sound as a codec has it: several codes at a time, beside the word there, as all there is, or as the answer."""
+
+    def codes(*shape: int) -> torch.Tensor:
+        return torch.randint(_FIRST_WORD, 30, shape, generator=generator)
+
+    words, mask = codes(ROWS, LENGTH), torch.ones(ROWS, LENGTH, dtype=torch.long)
+    mask[1, -3:] = 0
+    answer = codes(ROWS * books, LENGTH)
+    of_words = {"attention_mask": mask, "labels": words.masked_fill(mask == 0, IGNORED)}
+    yield {"input_ids": torch.cat([words[..., None], codes(ROWS, LENGTH, books)], dim=-1), **of_words}
+    turned = answer.reshape(ROWS, books, LENGTH).transpose(1, 2).contiguous()
+    yield {"input_ids": answer, "attention_mask": mask, "labels": turned.masked_fill(mask[..., None] == 0, IGNORED)}
+    yield {"input_ids": words, "attention_mask": mask, "decoder_input_ids": turned, "labels": answer}
+
+
 def _boxes(ids: torch.Tensor) -> Batch:
     """Where on a page each word is, for models of documents."""
     corner = torch.arange(ids.shape[1]).repeat(ids.shape[0], 1)
@@ -116,7 +137,9 @@ def _among_words(task: Task, model: nn.Module, sense: str, form: Batch, generato
     except Exception:  # it takes another form
         return
     token = _token_of(model.config, sense)
-    ids = torch.randint(_FIRST_WORD, _LAST_WORD, (ROWS, LENGTH + (places or 0)), generator=generator)
+    alongside = sense != "image" and token is None  # the sound of each word is added to it
+    length = places if places and alongside else LENGTH + (places or 0)
+    ids = torch.randint(_FIRST_WORD, _LAST_WORD, (ROWS, length), generator=generator)
     where = torch.zeros_like(ids, dtype=torch.bool)
     if token is not None:
         ids[ids == token] += 1  # no place but those
@@ -143,6 +166,8 @@ def _among_words(task: Task, model: nn.Module, sense: str, form: Batch, generato
         "image_attention_mask": mask[..., None],
         "cross_attention_mask": mask[..., None, None].repeat(1, 1, 1, 4),
     }
+    if places and "input_features_mask" in batch:  # to some it is a mask of the places
+        yield {**batch, "input_features_mask": torch.ones(ROWS, places, dtype=torch.bool)}
     if task.labels == "sequence":
         yield {**form, "labels": torch.randint(_FIRST_WORD, _LAST_WORD, (ROWS, 7), generator=generator)}
         yield {**form, "decoder_input_ids": ids[:, :7], "labels": ids[:, :7]}

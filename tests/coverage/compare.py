@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import time
 import traceback
 from dataclasses import dataclass, replace
@@ -76,8 +77,10 @@ def build(task: str, model_type: str, dtype: torch.dtype = torch.float64) -> nn.
     config = tiny_config(model_type)
     model_class = getattr(transformers, TASKS[task].class_of(model_type))
     wanted = model_class.config_class
-    if wanted is not None and not isinstance(config, wanted) and isinstance(config.get_text_config(), wanted):
-        config = config.get_text_config()
+    if wanted is not None and not isinstance(config, wanted):
+        config = next((inner for inner in vars(config).values() if isinstance(inner, wanted)), config)
+    if hasattr(config, "is_decoder") and not config.is_encoder_decoder:
+        config.is_decoder = task == "causal-lm"
     with torch.device("meta"):
         sizes = {
             name: p.numel()
@@ -111,6 +114,8 @@ def _that_runs(task: str, model_type: str) -> tuple[nn.Module, dict[str, Any], t
                     raise ValueError("the model's own gradients are not finite")
                 if not _perceives(TASKS[task], model, batch, output):
                     raise ValueError("no image or sound has a part in the loss")
+                if not any(p.grad.any() for p in model.parameters() if p.grad is not None):
+                    raise ValueError("the model's own gradients are all zero")
             except Exception as error:
                 first = first or error
                 continue
@@ -128,6 +133,8 @@ def _perceives(task: Task, model: nn.Module, batch: dict[str, Any], output: Any)
     """
     if not task.needs_senses or model.input_modalities == "text":
         return True
+    if not any(isinstance(value, torch.Tensor) and value.is_floating_point() for value in batch.values()):
+        return True  # sound as the codes of a codec is words
     others = {
         name: value + torch.rand_like(value) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
         for name, value in batch.items()
@@ -147,7 +154,7 @@ def _compare(result: Result, model: nn.Module, batch: dict[str, Any]) -> Result:
     except SplitError as error:
         if "a loss_fn of your own" not in str(error):
             raise
-        batch = {name: value for name, value in batch.items() if name != "labels"}
+        batch = _without_labels(model, batch)
         chain, loss_fn = Chain(model, NUM_RANKS, batch), TASKS[result.task].loss_of_outputs
     found = compare(chain, model, batch, loss_fn)
     return replace(
@@ -159,6 +166,15 @@ def _compare(result: Result, model: nn.Module, batch: dict[str, Any]) -> Result:
         error=max(found.loss_error, found.worst[1]),
         own_loss=loss_fn is None,
     )
+
+
+def _without_labels(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
+    """The batch, with what a decoder would have made of the labels."""
+    batch = dict(batch)
+    labels = batch.pop("labels")
+    if "decoder_input_ids" in inspect.signature(model.forward).parameters:
+        batch.setdefault("decoder_input_ids", labels.clamp(min=0))
+    return batch
 
 
 def _difference(found: Verification) -> str:

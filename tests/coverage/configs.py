@@ -27,7 +27,8 @@ _GROUPS: tuple[tuple[Any, str], ...] = (
     (
         LAYERS,
         "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers depth "
-        "num_encoder_layers num_hidden_layers_decoder encoder_num_layers decoder_num_layers num_blocks",
+        "num_encoder_layers num_hidden_layers_decoder encoder_num_layers decoder_num_layers num_blocks "
+        "speech_encoder_layers encoder_num_hidden_layers decoder_num_hidden_layers",
     ),
     (
         32,
@@ -36,19 +37,21 @@ _GROUPS: tuple[tuple[Any, str], ...] = (
         "encoder_embed_dim decoder_embed_dim backbone_hidden_size input_embedding_dim projection_hidden_size "
         "projector_hidden_size projector_input_dim projector_output_dim text_hidden_size vision_hidden_size "
         "vision_output_dim adapter_in_dim adapter_input_size adapter_out_dim audio_embed_dim codebook_dim "
-        "downsample_hidden_size image_text_hidden_size mm_embed_dim output_proj_dims projection_hidden_dim",
+        "downsample_hidden_size image_text_hidden_size mm_embed_dim output_proj_dims projection_hidden_dim "
+        "audio_hidden_size",
     ),
     (
         48,
         "intermediate_size ffn_dim n_inner d_ff encoder_ffn_dim decoder_ffn_dim mlp_hidden_size ffn_hidden_size "
         "dim_feedforward d_inner encoder_intermediate_size decoder_intermediate_size dense_intermediate_size "
-        "projection_intermediate_size",
+        "projection_intermediate_size speech_encoder_intermediate_size",
     ),
     (
         16,
         "moe_intermediate_size shared_expert_intermediate_size expert_intermediate_size mamba_d_head mamba_head_dim "
         "moe_shared_expert_intermediate_size mamba_headdim q_lora_rank kv_lora_rank o_lora_rank index_head_dim "
-        "expert_ffn_hidden_size indexer_head_dim mm_posemb_size shared_experts_intermediate_size",
+        "expert_ffn_hidden_size indexer_head_dim mm_posemb_size shared_experts_intermediate_size conv_channels "
+        "subsampling_conv_channels",
     ),
     (24, "shared_intermediate_size"),
     (
@@ -56,7 +59,8 @@ _GROUPS: tuple[tuple[Any, str], ...] = (
         "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads "
         "num_decoder_attention_heads num_encoder_attention_heads mamba_n_heads mamba_num_heads "
         "linear_num_value_heads num_experts num_local_experts n_routed_experts moe_num_experts "
-        "encoder_num_attention_heads decoder_num_attention_heads n_mamba_heads",
+        "encoder_num_attention_heads decoder_num_attention_heads n_mamba_heads "
+        "speech_encoder_attention_heads",
     ),
     (
         2,
@@ -69,7 +73,7 @@ _GROUPS: tuple[tuple[Any, str], ...] = (
         "head_dim d_kv kv_channels attention_head_dim global_head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim "
         "state_size mamba_d_state ssm_state_size chunk_size mamba_chunk_size linear_key_head_dim "
         "linear_value_head_dim attention_window_size hidden_size_per_layer_input patch_size num_mel_bins "
-        "input_feat_per_channel num_conv_pos_embeddings feature_size",
+        "input_feat_per_channel num_conv_pos_embeddings feature_size feature_projection_input_dim context_size",
     ),
     (
         1,

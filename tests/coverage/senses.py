@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["image_forms", "places_taken", "sound_forms", "wave_forms"]
+__all__ = ["codebooks", "image_forms", "places_taken", "sound_forms", "wave_forms"]
 
 ROWS = 2
+_BINS = (
+    *("num_mel_bins", "input_feat_per_channel", "feature_size", "input_dim", "n_mels"),
+    "feature_projection_input_dim",
+)
 
 
 def image_forms(model: nn.Module, dtype: torch.dtype, generator: torch.Generator) -> Iterator[dict[str, torch.Tensor]]:
@@ -101,29 +106,42 @@ def image_forms(model: nn.Module, dtype: torch.dtype, generator: torch.Generator
 
 
 def sound_forms(model: nn.Module, dtype: torch.dtype, generator: torch.Generator) -> Iterator[dict[str, torch.Tensor]]:
-    """Sound as frames of features, in either order, with and without a mask."""
+    """Sound as frames of features, in either order, one by one and four stacked.
+
+    ``attention_mask`` is for what hears and reads no words; a batch with words has that of the words instead.
+    """
     config = model.config
     bins = next(
-        (
-            found
-            for name in ("num_mel_bins", "input_feat_per_channel", "feature_size", "input_dim", "n_mels")
-            if (found := _find(config, name, None)) is not None
-        ),
+        (found for name in _BINS if (found := _find(config, name, None)) is not None),
         8,
     )
-    whole = 2 * (_find(config, "max_source_positions", 16) or 16)
-    for length in dict.fromkeys((whole, 64, 32, 128)):
-        frames = torch.randn(ROWS, length, bins, generator=generator, dtype=dtype)
+    whole = 2 * (_find(config, "max_source_positions", 0) or 64)  # some take but this; others make one of eight of it
+    for length, stacked in itertools.product(dict.fromkeys((whole, 64, 32, 128, 200)), (1, 4)):
+        frames = torch.randn(ROWS, length, stacked * bins, generator=generator, dtype=dtype)
         mask = torch.ones(ROWS, length, dtype=torch.long)
-        turned = frames.transpose(1, 2).contiguous()
-        yield {"input_features": turned, "feature_attention_mask": mask, "input_features_mask": mask}
-        yield {"input_features": frames, "feature_attention_mask": mask, "input_features_mask": mask.bool()}
+        masks = {"attention_mask": _shorter(mask), "feature_attention_mask": mask, "input_features_mask": mask}
+        yield {"input_features": frames.transpose(1, 2).contiguous(), **masks}
+        yield {"input_features": frames, **masks, "input_features_mask": mask.bool()}
 
 
 def wave_forms(model: nn.Module, dtype: torch.dtype, generator: torch.Generator) -> Iterator[dict[str, torch.Tensor]]:
-    """Sound as it is."""
+    """Sound as it is, and no noise to be added to it; for ``attention_mask`` see `sound_forms`."""
     for shape in ((ROWS, 800), (ROWS, 1, 800), (ROWS, 4000), (ROWS, 1, 4000)):
-        yield {"input_values": torch.randn(*shape, generator=generator, dtype=dtype)}
+        mask = torch.ones(ROWS, shape[-1], dtype=torch.long)
+        wave = torch.randn(*shape, generator=generator, dtype=dtype)
+        yield {"input_values": wave, "attention_mask": _shorter(mask), "padding_mask": mask, "sample": False}
+
+
+def _shorter(mask: torch.Tensor) -> torch.Tensor:
+    """The last row is padded at its end."""
+    shorter = mask.clone()
+    shorter[-1, -(mask.shape[1] // 4) :] = 0
+    return shorter
+
+
+def codebooks(config: Any) -> int:
+    """How many codes a model has for a moment of sound; 0 if it has none."""
+    return _find(config, "num_codebooks", 0) or len(_find(config, "delay_pattern", ()))
 
 
 def places_taken(model: nn.Module, form: dict[str, torch.Tensor], kind: str) -> int | None:

@@ -35,6 +35,12 @@ def test_the_loss_of_a_model_that_gives_a_tuple_is_its_first():
     assert verify(model, 2, make_batch(4)).matches
 
 
+def test_a_batch_may_hold_what_is_no_tensor():
+    """A flag is of the example, and no input of a step: it was refused as one of those."""
+    report = verify(make_model("llama").eval(), 2, {**make_batch(4), "use_cache": False})
+    assert report.matches, report
+
+
 def test_a_boundary_that_cuts_the_gradient_off_is_found(monkeypatch):
     outgoing = StageModule._outgoing
 

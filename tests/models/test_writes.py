@@ -220,3 +220,41 @@ def test_what_a_layer_keeps_in_an_object_that_others_read_is_refused():
         with pytest.raises(SplitError, match=r"layers\.[07] computes a tensor .* nothing that it returns"):
             plan_split(model, 2, example={"x": torch.ones(2, 3, dtype=torch.float64)})
     assert_alike(Model(keep, lambda x: Cache()))  # nobody reads it
+
+
+def a_part(room: torch.Tensor, x: torch.Tensor) -> None:
+    room[:, 1:] = x[:, 1:]
+
+
+def at_indices(room: torch.Tensor, x: torch.Tensor) -> None:
+    indices = torch.tensor([2, 0])
+    room.index_copy_(1, indices, x[:, indices])
+
+
+def under_a_mask(room: torch.Tensor, x: torch.Tensor) -> None:
+    room.masked_scatter_(torch.ones_like(room, dtype=torch.bool), x)
+
+
+def added(room: torch.Tensor, x: torch.Tensor) -> None:
+    room.add_(x)
+    room[0].mul_(2)
+
+
+class Gathering(Model):
+    """What the middle layers compute is written into a tensor that is made like the first one's."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        first = x = self.embed(x)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, None)
+            if index in (2, 4, 7):
+                room = first.new_zeros(first.shape)
+                self.make(room, x)
+                x = room
+        return (x,)
+
+
+@pytest.mark.parametrize("write", [a_part, at_indices, under_a_mask, added])
+def test_what_is_written_into_a_new_tensor_like_one_of_another_stage_has_its_gradient(write):
+    """The loss was right, and all before had no gradient, without a word: in a speech model that hears in chunks."""
+    assert_alike(Gathering(lambda index, x, place: x, write))

@@ -60,6 +60,9 @@ WORDS: dict[str, dict[str, Any]] = {
         "layer_types": None,
         "head_dim": 8,
     },
+    "blt": {"encoder_hash_byte_group_size": [2, 3], "encoder_hash_byte_group_vocab": 50},
+    "blt_local_decoder": {"hidden_size_global": 32},
+    "blt_local_encoder": {"hidden_size_global": 32},
     "cohere_compass_text": {
         "rope_parameters": {
             "full_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
@@ -120,7 +123,6 @@ WORDS: dict[str, dict[str, Any]] = {
         "rope_parameters": None,
     },
     "reformer": {
-        "is_decoder": True,
         "attn_layers": ["local"] * 6,
         "axial_pos_embds": False,
         "lsh_attn_chunk_length": 4,
@@ -158,6 +160,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "longt5": {"local_radius": 4},
     "switch_transformers": {"num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 2, "add_router_probs": True},
     # encoders
+    "bros": {"hidden_size": 64},
     "deberta-v2": {
         "relative_attention": True,
         "position_buckets": 8,
@@ -166,8 +169,15 @@ WORDS: dict[str, dict[str, Any]] = {
         "share_att_key": True,
     },
     "funnel": {"block_sizes": [2, 2, 2], "d_inner": 48},
+    "layoutlmv3": {"coordinate_size": 6, "shape_size": 4},
+    "lilt": {"hidden_size": 48},
     "luke": {"entity_vocab_size": 20, "entity_emb_size": 16},
+    "neomme": {
+        "embedding_rank": 16,
+        "rope_parameters": {"full_attention": {"partial_rotary_factor": 0.5}},
+    },
     "perceiver": {
+        "max_position_embeddings": 12,  # it takes just so many words
         "num_latents": 8,
         "d_latents": 32,
         "num_self_attends_per_block": 6,
