@@ -148,7 +148,8 @@ class LossFunction:
         """The number of labels that count, per microbatch of this batch (not a whole number)."""
         if self._num_items is None:
             raise ValueError(
-                "the labels have not been counted: prepare(labels of every microbatch) comes before the loss"
+                "the labels have not been counted: give the schedule the split model's loss_fn, which counts them; for "
+                f"a loss_fn of your own leave {LABELS!r} out of the example of the split"
             )
         return self._num_items
 

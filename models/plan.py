@@ -31,6 +31,7 @@ import torch
 from torch import nn
 
 from pipelining_dualpipev._torch import pytree
+from pipelining_dualpipev.errors import SplitError
 from pipelining_dualpipev.models.absent import tensors_in
 from pipelining_dualpipev.models.assign import Assignment, assign
 from pipelining_dualpipev.models.calls import Computed
@@ -172,6 +173,8 @@ def make_plan(
     Raises:
         SplitError: if there are fewer layers than stages, or the forward needs what a stage does not have.
     """
+    if LABELS in example and example.get(NUM_ITEMS) is not None:
+        raise SplitError(f"the split model's loss counts the labels of each batch itself: leave {NUM_ITEMS!r} out")
     names = names_of_parameters(skeleton)
     sizes = {name: (tensor.size(), tensor.dtype) for name, tensor in skeleton.named_parameters()}
     units = find_units(skeleton, num_stages)

@@ -1,47 +1,53 @@
-"""Weights that several ranks make for themselves, of which only one rank's may count.
+"""Weights of which several ranks start with one of their own, though only one rank's may count.
 
-A parameter that stages of several ranks hold (`models.assign`) is copied from the whole model, or read from a
-checkpoint, by each of them, and is the same everywhere. A model that is on meta has no weights to copy: each rank makes
-its own, at random, and for the replicas to be one parameter the first rank's have to be sent to the others.
+A parameter that stages of several ranks hold (`models.assign`, `models.stack`) is one parameter only as long as all of
+them have the same values: the step sums its gradients, and every optimiser then takes the same step. But each rank has
+copied it from a model of its own, which is another one where the processes were not started from one seed; or it has
+made it, where the model is on meta. So, as `DistributedDataParallel` does, the first rank's values are sent to the
+others. What a single rank holds needs no such thing: it is what that rank has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import nn
 
-from pipelining_dualpipev.models.plan import SplitPlan
-from pipelining_dualpipev.models.stage import StageModule
+from pipelining_dualpipev.errors import RanksDisagreeError, SplitError
+from pipelining_dualpipev.models.agree import everywhere
 from pipelining_dualpipev.planning.placement import Placement
 
-__all__ = ["send_made_weights"]
+__all__ = ["start_replicas_alike"]
 
 
-def send_made_weights(
-    model: nn.Module, plan: SplitPlan, modules: Mapping[int, StageModule], group: dist.ProcessGroup | None
-) -> None:
-    """Let replicas of parameters that ``model`` has on meta be those of the first rank that holds them. Collective.
+def start_replicas_alike(modules: Mapping[int, Any], group: dist.ProcessGroup | None) -> None:
+    """Let replicas of a parameter have the values of the first rank that holds it. Collective.
 
     Args:
-        model: that was split.
-        plan: of the split.
-        modules: this rank's stages, whose weights have been made.
+        modules: this rank's stages, with weights.
         group: the pipeline's.
+
+    Raises:
+        RanksDisagreeError: on every rank, if they differ in what is replicated, for then the models do.
     """
-    rank_of = Placement.v(dist.get_world_size(group)).rank_of
-    rank = dist.get_rank(group)
-    on_meta = {name for name, parameter in model.named_parameters() if parameter.is_meta}
+    rank_of, rank = Placement.v(dist.get_world_size(group)).rank_of, dist.get_rank(group)
     own = {name: parameter for module in modules.values() for name, parameter in module.tied_parameters.items()}
-    for name, stages in sorted(plan.tied_stages().items()):
-        ranks = sorted({rank_of[stage] for stage in stages})
-        if name not in on_meta or len(ranks) == 1 or rank not in ranks:
-            continue
-        with torch.no_grad():
-            if rank == ranks[0]:
-                for other in ranks[1:]:
-                    dist.send(own[name].detach(), group=group, group_dst=other)
-            else:
-                dist.recv(own[name].detach(), group=group, group_src=ranks[0])
+    tied = {name: stages for module in modules.values() for name, stages in module.tied_stages.items()}
+    holders = {name: sorted({rank_of[stage] for stage in stages}) for name, stages in sorted(tied.items())}
+    holders = {name: ranks for name, ranks in holders.items() if len(ranks) > 1}
+    told = everywhere(lambda: holders, group, otherwise=SplitError)
+    first = told[0]
+    for other, known in enumerate(told):
+        if known != first:
+            differ = sorted({*known, *first} - {name for name in known if known[name] == first.get(name)})
+            raise RanksDisagreeError(
+                f"the ranks differ in which of them hold {differ[0]}: rank 0 has {first.get(differ[0])}, "
+                f"rank {other} has {known.get(differ[0])}. Split the same model on every rank"
+            )
+    for name, ranks in holders.items():
+        if rank == ranks[0]:
+            for other in ranks[1:]:
+                dist.send(own[name].detach(), group=group, group_dst=other)
+        elif rank in ranks:
+            dist.recv(own[name].detach(), group=group, group_src=ranks[0])

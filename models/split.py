@@ -21,7 +21,7 @@ from pipelining_dualpipev.models.deal import Balance
 from pipelining_dualpipev.models.loss import LossFunction
 from pipelining_dualpipev.models.parts import SplitModel
 from pipelining_dualpipev.models.plan import SplitPlan, make_plan
-from pipelining_dualpipev.models.replicas import send_made_weights
+from pipelining_dualpipev.models.replicas import start_replicas_alike
 from pipelining_dualpipev.models.shapes import Plans
 from pipelining_dualpipev.models.stack import Layers, StackPlan, build_stack, layers_of, plan_stack
 from pipelining_dualpipev.models.stage import StageModule
@@ -117,10 +117,11 @@ def split(
 
     Args:
         model: a Hugging Face model, or any other with a forward that takes keywords; left as it is, each rank copies
-            the weights of its own stages. It may be on meta: then each rank makes its own weights, by the model's own
-            initialisation, and no more. Or plain layers: an ``nn.Sequential``, a list of modules, or a list of
-            functions without arguments that return one each. A function is called on the rank that owns its layer and
-            nowhere else, and has to make all of the layer: what two functions are to share has to be on one rank.
+            the weights of its own stages (those that several ranks hold are sent by the first of them). It may be on
+            meta: then each rank makes its own weights, by the model's own initialisation, and no more. Or plain layers:
+            an ``nn.Sequential``, a list of modules, or a list of functions without arguments that return one each. A
+            function is called on the rank that owns its layer and nowhere else, and has to make all of the layer: what
+            two functions are to share has to be on one rank.
         group_or_mesh: the pipeline's group, or a mesh of one dimension; by default the world.
         example: one microbatch of keyword inputs (``input_ids``, ``attention_mask``, ``labels``, ...), on every rank,
             with all kinds of inputs that a step will have; steps may leave some out, and have them of other shapes.
@@ -145,13 +146,14 @@ def split(
         stack = plan_stack(layers, 2 * num_ranks, balance)
         built: list[tuple[Mapping[int, Any], StackPlan]] = []
         everywhere(lambda: built.append(build_stack(layers, stack, own, device)), group, otherwise=SplitError)
+        start_replicas_alike(built[0][0], group)
         return SplitModel(*built[0], skeleton=None, group=group, device=device, loss_fn=None)
     if not isinstance(model, nn.Module):
         raise TypeError(f"a {type(model).__name__} cannot be split: give a model, or a list of layers")
     plan, skeleton = _plan(model, num_ranks, example, balance)
     loss_fn = LossFunction(plan.loss, dp_group) if plan.loss else None
     modules = build_stages(model, skeleton, plan, own, device, loss_fn)
-    send_made_weights(model, plan, modules, group)
+    start_replicas_alike(modules, group)
     return SplitModel(modules, plan, skeleton, group, device, loss_fn)
 
 

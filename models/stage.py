@@ -39,6 +39,7 @@ from pipelining_dualpipev.models.calls import (
     without_known,
 )
 from pipelining_dualpipev.models.dry_run import Event, accepts
+from pipelining_dualpipev.models.kept import Kept, holders_of_buffers, kept_in, refuse_written
 from pipelining_dualpipev.models.loss import LABELS, NUM_ITEMS, LossFunction
 from pipelining_dualpipev.models.plan import SplitPlan
 from pipelining_dualpipev.models.roots import Root, told
@@ -65,6 +66,7 @@ class _Run:
         self.plan, self.values = plan, values
         self.left = sum(event.stage == stage for event in plan.events)
         self.next_event = 0
+        self.kept: list[Kept] | None = None
 
 
 _active: ContextVar[_Run | None] = ContextVar("the stage's forward that is running", default=None)
@@ -104,7 +106,8 @@ class StageModule(nn.Module):
         self._is_last = stage == plan.num_stages - 1
         self.required_inputs = inputs_reaching(plan, stage)
         self.accepted_inputs = frozenset(plans.names)
-        self.split_description = plan.explain()
+        fixed = sorted((name, value) for name, value in plan.constants.items() if isinstance(value, PLAIN))
+        self.split_description = f"{plan.explain()}\n{fixed}"
         self.model = copy.deepcopy(skeleton)
         local = plan.local_parameters(stage)
         make_parameters_absent(self.model, plan.names, keep=local, device=self._device)
@@ -116,6 +119,7 @@ class StageModule(nn.Module):
         self._takes_num_items = accepts(self.model, NUM_ITEMS)
         self._found: list[tuple[list[torch.Tensor], Key]] = []
         self._glue = glue_of(self.model, plan.units)
+        self._holders = holders_of_buffers(self.model, plan.units)
         on_conversion(self.model, self._follow)
         for fqn in plan.units.units:
             replace_call(self.model.get_submodule(fqn), partial(self._replace, fqn))
@@ -186,6 +190,7 @@ class StageModule(nn.Module):
             finally:
                 _active.reset(token)
         if self._is_last:
+            refuse_written(run.kept or ())
             output = without_known(output)
             lacking = [tensor for tensor in tensors_in(output) if isinstance(tensor, Absent)]
             if lacking:
@@ -284,6 +289,8 @@ class StageModule(nn.Module):
             if run is None:
                 return call(*args, **kwargs)  # activation checkpointing runs a layer again in the backward
             event = self._next_event(run, fqn)
+            if self._is_last and event.is_layer and run.kept is None:
+                run.kept = kept_in(self._holders)
             if event.stage != self._stage:
                 return self._stand_in(event, run, args, kwargs)
             args, kwargs = without_known(args), without_known(kwargs)
@@ -303,7 +310,8 @@ class StageModule(nn.Module):
             planned = events[run.next_event].unit if run.next_event < len(events) else "the end"
             raise SplitError(
                 f"the forward of stage {self._stage} goes another way than planned: call {run.next_event} is {fqn}, "
-                f"planned was {planned}. Give split() an example like the inputs of this step"
+                f"planned was {planned}. Give split() an example like the inputs of this step, and leave nothing in "
+                "the forward to chance (LayerDrop)"
             )
         event = events[run.next_event]
         run.next_event += 1

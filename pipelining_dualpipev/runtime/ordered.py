@@ -210,7 +210,8 @@ class OrderedSchedule(TorchSchedule):
                 ``step`` within the group's timeout.
         """
         given = _Given(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
-        return self._run(given, self.loss_fn is not None, losses, return_outputs, loss_kwargs, finalize_gradients)
+        trains = self.loss_fn is not None
+        return self._run(given, trains, losses, return_outputs, loss_kwargs, finalize_gradients, losses is not None)
 
     def eval(
         self,
@@ -239,11 +240,17 @@ class OrderedSchedule(TorchSchedule):
         return_outputs: bool,
         loss_kwargs: dict[str, Any] | None,
         finalize: bool,
+        must_train: bool = False,
     ) -> Any:
         if losses is not None and not isinstance(losses, list):
             raise TypeError(f"losses is a {type(losses).__name__}: give a list, which the step fills")
         inputs, loss, error = Microbatches.none(self.n_microbatches), None, None
         try:
+            if must_train and not trains:
+                raise ValueError(
+                    "losses were asked for, but there is no loss_fn, without which a step is forward only: give the "
+                    "schedule one (that of a split model is None if the example of its split had no labels)"
+                )
             inputs = self._cut(given)
             loss = self._loss_of_step(inputs, trains, loss_kwargs or {})
         except Exception as wrong:  # it is raised once the other ranks have been told

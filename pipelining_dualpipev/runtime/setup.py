@@ -109,7 +109,7 @@ def _compare(setups: Sequence[_Setup]) -> None:
         ("scale_grads", "scale_grads"),
         ("has_loss_fn", "whether there is a loss_fn"),
         ("order", "their order of actions (by digest)"),
-        ("split", "how the model is split (by digest; explain() tells each rank's plan)"),
+        ("split", "how the model is split (by digest of explain() and of what in the example is no tensor)"),
     ):
         values = [getattr(setup, field) for setup in setups]
         if len(set(values)) > 1:

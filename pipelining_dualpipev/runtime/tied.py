@@ -12,13 +12,15 @@ gone by a few words: which of the parameters have a gradient, and whether the st
 what will not be sent.
 
 Gradients add up over several steps. What has been summed already must not be summed again, so when the next step begins
-the first of the ranks keeps it, and the others start from nothing.
+the first of the ranks keeps it, and the others start from nothing. Whether a stage's gradients are summed is noted of
+the stage and not of its schedule: the next step may be another schedule's, for a batch of fewer microbatches, say.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -33,6 +35,9 @@ from pipelining_dualpipev.runtime.transport import ContactLostError, Handle, Tra
 __all__ = ["TiedGradients"]
 
 Steps = Generator[Handle, None, None]
+
+_with_summed_gradients: WeakSet[nn.Module] = WeakSet()
+"""Stages whose parameters' gradients are sums over all ranks that hold them."""
 
 
 class _Words(NamedTuple):
@@ -65,8 +70,9 @@ class TiedGradients:
         self, modules: Iterable[nn.Module], placement: Placement, transport: Transport, control: Control
     ) -> None:
         self._transport, self._control, self._rank = transport, control, transport.rank
+        self._modules = [stage_module(module) for module in modules]
         by_ranks: dict[tuple[int, ...], dict[str, nn.Parameter]] = {}
-        for module in map(stage_module, modules):
+        for module in self._modules:
             stages: Mapping[str, Sequence[int]] = getattr(module, "tied_stages", None) or {}
             for name, parameter in (getattr(module, "tied_parameters", None) or {}).items():
                 ranks = tuple(sorted({placement.rank_of[stage] for stage in stages.get(name, ())}))
@@ -74,7 +80,6 @@ class TiedGradients:
                     by_ranks.setdefault(ranks, {})[name] = parameter
         # In one order on all ranks, so that each pair of them sends and receives in one order.
         self._sets = [(ranks, dict(sorted(by_ranks[ranks].items()))) for ranks in sorted(by_ranks)]
-        self._are_summed = False
 
     def counted_elsewhere(self) -> set[nn.Parameter]:
         """Those that an earlier rank holds too."""
@@ -93,10 +98,10 @@ class TiedGradients:
 
     def begin_step(self) -> None:
         """To be called before a training step, and before hooks are held back."""
-        if self._are_summed:
+        if _with_summed_gradients.issuperset(self._modules):
             for parameter in self.counted_elsewhere():
                 parameter.grad = None
-        self._are_summed = False
+        self._are_summed(False)
 
     def end_step(self, *, failed: bool) -> Steps:
         """Sum; to be called by every rank after its last backward, also where something has failed.
@@ -106,20 +111,24 @@ class TiedGradients:
             ValueError: if a parameter is trained on one rank and frozen on another.
         """
         errors: list[Exception] = []
-        self._are_summed = True
+        self._are_summed(True)
         for ranks, parameters in self._sets:
             try:
                 words = yield from self._agree(ranks, parameters, failed or bool(errors), errors)
                 if words.failed:
-                    self._are_summed = False
+                    self._are_summed(False)
                     continue
                 used = [p for (_, p), have in zip(parameters.items(), words.have, strict=True) if have]
                 yield from self._sum(ranks, used, errors)
             except ValueError as error:
                 errors.append(error)
         if errors:
-            self._are_summed = False
+            self._are_summed(False)
             raise errors[0]
+
+    def _are_summed(self, yes: bool) -> None:
+        for module in self._modules:
+            (_with_summed_gradients.add if yes else _with_summed_gradients.discard)(module)
 
     def _agree(
         self, ranks: tuple[int, ...], parameters: dict[str, nn.Parameter], failed: bool, errors: list[Exception]

@@ -151,19 +151,46 @@ def test_three_adamw_steps_with_clipping_give_the_unsplit_weights_which_are_save
     assert len(stored) == len(set(stored)), "each is in one file"
 
 
-def made_on_meta() -> list[torch.Tensor]:
-    with torch.device("meta"):
+def made_by_each_rank(kind: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    with torch.device("meta" if kind == "meta" else "cpu"):
         model = make_albert()
+    if kind == "other seeds":
+        torch.manual_seed(dist.get_rank())
+        for parameter in model.parameters():
+            nn.init.normal_(parameter)
     torch.manual_seed(dist.get_rank())
-    parts, _ = make_split("albert", model)
-    return [parameter.detach() for name, parameter in parts.named_parameters() if "albert_layers" in name]
+    parts, schedule = make_split("albert", model)
+    shared = [parameter.detach() for name, parameter in parts.named_parameters() if "albert_layers" in name]
+    if kind == "meta":
+        return shared, []
+    optimizer = torch.optim.AdamW(parts.parameters())
+    before = [parameter.clone() for parameter in shared]
+    step(schedule, **make_batch(2 * N))
+    optimizer.step()
+    return before, shared
 
 
-def test_weights_that_each_rank_makes_itself_are_the_first_ranks_in_every_replica(ranks):
-    first, second = ranks(2).run(made_on_meta)
-    assert len(first) == len(second) > 0
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    assert any(a.std() > 0 for a in first)
+@pytest.mark.parametrize("kind", ["meta", "other seeds"])
+def test_whatever_weights_each_rank_has_those_of_a_replica_are_the_first_ranks(ranks, kind):
+    first, second = ranks(2).run(made_by_each_rank, kind)
+    for a, b in zip(first, second, strict=True):
+        assert len(a) == len(b)
+        assert all(torch.equal(one, other) for one, other in zip(a, b, strict=True))
+    assert any(a.std() > 0 for a in first[0])
+
+
+def two_schedules() -> None:
+    parts, schedule = make_split("albert")
+    other = ScheduleDualPipeV(parts.stages, 2 * N, parts.loss_fn)
+    batch = make_batch(2 * N)
+    _, expected = unsplit_step(make_albert(), batch)
+    for number, each in enumerate((schedule, other, schedule), start=1):
+        step(each, **batch)
+        compare(parts, expected, number)
+
+
+def test_gradients_add_up_over_steps_of_two_schedules_of_the_same_stages(ranks):
+    ranks(2).run(two_schedules)
 
 
 def trained_here_and_frozen_there() -> None:

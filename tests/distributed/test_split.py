@@ -183,16 +183,19 @@ def test_evaluation_gives_logits_and_the_models_loss(ranks):
 def bad_inputs() -> list[str]:
     parts, schedule = make_split("llama")
     batch = make_batch(2 * N)
+    untrained = ScheduleDualPipeV(parts.stages, N)  # as with the loss_fn of a split without labels, which is None
     of_another_type = {**batch, "input_ids": batch["input_ids"].float()}
     words = []
-    for given in (
-        {**batch, "pixels": batch["input_ids"]},
-        {**batch, "position_ids": batch["input_ids"]},
-        {**batch, "target": batch["labels"]},
-        of_another_type,
+    for each, given in (
+        (schedule, {**batch, "pixels": batch["input_ids"]}),
+        (schedule, {**batch, "position_ids": batch["input_ids"]}),
+        (schedule, {**batch, "target": batch["labels"]}),
+        (schedule, of_another_type),
+        (untrained, batch),
+        (ScheduleDualPipeV(parts.stages, N, lambda output, target: target.sum()), batch),
     ):
         try:
-            step(schedule, **given)
+            step(each, **given)
         except (ValueError, RuntimeError) as error:
             words.append(str(error))
     del parts
@@ -200,11 +203,13 @@ def bad_inputs() -> list[str]:
 
 
 def test_inputs_that_the_split_does_not_know_are_refused_on_every_rank(ranks):
-    for unknown, unplanned, twice, of_another_type in ranks(2).run(bad_inputs):
+    for unknown, unplanned, twice, of_another_type, untrained, of_my_own in ranks(2).run(bad_inputs):
         assert "pixels, which the model was not split for: it takes attention_mask, " in unknown
         assert "stage 1 needs position_ids, which it did not for the example" in unplanned
         assert "the target was given twice, as target and as labels" in twice
         assert "'input_ids' is torch.float32, but the split was planned for torch.int64" in of_another_type
+        assert "losses were asked for, but there is no loss_fn" in untrained
+        assert "for a loss_fn of your own leave 'labels' out of the example" in of_my_own
 
 
 def other_shapes(name: str) -> None:

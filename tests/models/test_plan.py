@@ -370,3 +370,9 @@ def test_a_model_of_70_billion_parameters_is_planned_in_less_than_a_gigabyte():
     assert held > 70e9
     assert boundaries == 15
     assert taken < 1e9, done.stderr
+
+
+def test_a_number_of_labels_that_the_loss_would_not_heed_is_refused():
+    example = {**make_batch(2), "num_items_in_batch": 37}
+    with pytest.raises(SplitError, match="counts the labels of each batch itself: leave 'num_items_in_batch' out"):
+        plan_split(make_model("llama"), 2, example=example)

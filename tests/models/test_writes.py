@@ -258,3 +258,51 @@ class Gathering(Model):
 def test_what_is_written_into_a_new_tensor_like_one_of_another_stage_has_its_gradient(write):
     """The loss was right, and all before had no gradient, without a word: in a speech model that hears in chunks."""
     assert_alike(Gathering(lambda index, x, place: x, write))
+
+
+class Keeps(Model):
+    """Its own forward writes into a buffer, before the first layer or behind it."""
+
+    def __init__(self, keep: Callable[[Any, torch.Tensor], None], *, early: bool, persistent: bool = True) -> None:
+        super().__init__(lambda index, x, place: x, lambda x: None)
+        self.register_buffer("mean", torch.zeros(3, dtype=torch.float64), persistent=persistent)
+        self.keep, self.early = keep, early
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        if self.early:
+            self.keep(self, x)
+        h = self.embed(x)
+        for layer in self.layers:
+            h = layer(h - self.mean, None)
+        if not self.early:
+            self.keep(self, h)
+        return (h,)
+
+
+def in_place(model: Any, x: torch.Tensor) -> None:
+    model.mean.lerp_(x.detach().mean(0), 0.1)
+
+
+def anew(model: Any, x: torch.Tensor) -> None:
+    model.mean = model.mean + x.detach().mean(0)
+
+
+@pytest.mark.parametrize("write", [in_place, anew])
+def test_a_buffer_that_the_forward_writes_behind_its_layers_is_refused(write):
+    """Only the last stage comes to it: the first ones would compute with the mean of no microbatch."""
+    x = torch.ones(2, 3, dtype=torch.float64)
+    chain = Chain(Keeps(write, early=False).train(), 2, example={"x": x})
+    with pytest.raises(SplitError, match="writes into its buffer mean behind its first layer"):
+        chain.forward({"x": x})
+
+
+def ones(model: Any, x: torch.Tensor) -> None:
+    model.mean = torch.ones_like(model.mean)
+
+
+def test_a_buffer_that_follows_from_the_inputs_may_be_written():
+    assert_alike(Keeps(ones, early=True))
+    assert_alike(Keeps(ones, early=False, persistent=False))
+    assert_alike(
+        Keeps(lambda model, x: setattr(model, "mean", torch.ones_like(model.mean)), early=False, persistent=False)
+    )
