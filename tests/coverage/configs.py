@@ -156,7 +156,8 @@ def _sub_configs(config_class: type[PretrainedConfig]) -> dict[str, tuple[type[P
     for name, given in config_class.sub_configs.items():
         spec = config_class.sub_configs_defaults.get(name)
         usual = getattr(spec, "model_type", None)
-        inner = type(getattr(default, name, None)) if default or not usual else CONFIG_MAPPING[usual]
+        guess = default is None and usual in CONFIG_MAPPING
+        inner = CONFIG_MAPPING[usual] if guess else type(getattr(default, name, None))
         if issubclass(inner, PretrainedConfig):
             settings = getattr(spec, "init_kwargs", None) or {}
             found[name] = inner, {key: value for key, value in settings.items() if not isinstance(value, dict)}
