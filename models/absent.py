@@ -65,16 +65,17 @@ class _Memory:
         given: whether a unit gave it or it is an input, so that writing into it would write into what a stage is given.
         received: whether a unit gave it, so that what is written into it before it is handed on is in it.
         maker: the call of a unit in which it was made (its ``recording.used``); None outside of one.
+        unit: the name of that unit.
         spoiled: in the dry run, the call and the name of a unit that has written into it, though it was made outside of
             that call and received from no unit: what other stages have in its place knows nothing of that.
     """
 
-    __slots__ = ("given", "known", "maker", "received", "roots", "spoiled")
+    __slots__ = ("given", "known", "maker", "received", "roots", "spoiled", "unit")
 
     def __init__(self, roots: frozenset[Root], known: bool) -> None:
         self.roots, self.known = roots, known
         self.given = self.received = False
-        self.maker = recording.used
+        self.maker, self.unit = recording.used, recording.unit
         self.spoiled: tuple[set[Root] | None, str] | None = None
 
 
@@ -183,13 +184,21 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 
 def refuse_spoiled(tensors: Iterable[torch.Tensor]) -> None:
-    """Raise if one of them is used though a unit has written into it where others cannot follow.
+    """Raise if one of them is used though a unit has made it, or written into it, where others cannot follow.
 
     Raises:
         SplitError: naming the unit.
     """
     for tensor in tensors:
-        spoiled = tensor.memory.spoiled if isinstance(tensor, Absent) else None
+        if not isinstance(tensor, Absent):
+            continue
+        memory, spoiled = tensor.memory, tensor.memory.spoiled
+        if memory.maker is not None and memory.maker is not recording.used and memory.roots:
+            raise SplitError(
+                f"{memory.unit} computes a tensor of shape {list(tensor.shape)} that is used outside of it and is "
+                "nothing that it returns or writes into a dict or list (it may keep it, or put it into a cache): other "
+                "stages would not see it, so let it return what it computes"
+            )
         if spoiled is not None and spoiled[0] is not recording.used:
             raise SplitError(
                 f"{spoiled[1]} writes in place into a tensor of shape {list(tensor.shape)} that it was given and that "

@@ -122,7 +122,10 @@ def compare(
     with torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type):
         torch.manual_seed(0)
         output = model(**{**chain.plan.constants, **batch})
-        expected_loss = output["loss"] if loss_fn is None else loss_fn(output, None)
+        if loss_fn is not None:
+            expected_loss = loss_fn(output, None)
+        else:
+            expected_loss = output["loss"] if isinstance(output, dict) else output[0]
         expected_loss.backward()
     expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     # Against the largest of all, a gradient below rounding is zero (of attention to one place, say), and what is left

@@ -24,6 +24,17 @@ def test_a_split_that_is_right(name, dtype):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_the_loss_of_a_model_that_gives_a_tuple_is_its_first():
+    model = make_model("llama").eval()
+
+    class Plain(type(model)):  # type: ignore[misc]
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs).to_tuple()
+
+    model.__class__ = Plain
+    assert verify(model, 2, make_batch(4)).matches
+
+
 def test_a_boundary_that_cuts_the_gradient_off_is_found(monkeypatch):
     outgoing = StageModule._outgoing
 

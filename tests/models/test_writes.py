@@ -195,3 +195,28 @@ def test_a_module_of_several_stages_may_not_write_into_its_buffers():
         plan_split(ComesBack(norm), 2, example={"x": torch.ones(2, 3)})
     plan = plan_split(ComesBack(norm).eval(), 2, example={"x": torch.ones(2, 3)})
     assert plan.tied_stages()["again.0.weight"] == (0, 1, 2, 3)
+
+
+class Cache:
+    """An object that layers keep things in, as transformers' caches are."""
+
+    def __init__(self) -> None:
+        self.kept: list[torch.Tensor] = []
+
+
+def test_what_a_layer_keeps_in_an_object_that_others_read_is_refused():
+    """PI0's second tower attends to the first one's cache; split, it found in it what its own stage had put there."""
+
+    def keep_and_read(index: int, x: torch.Tensor, cache: Cache) -> torch.Tensor:
+        cache.kept.append(x * 2)
+        return x if index < 4 else x + cache.kept[index - 4]
+
+    def keep(index: int, x: torch.Tensor, cache: Cache) -> torch.Tensor:
+        cache.kept = [x * 2]
+        return x
+
+    for write, end in ((keep_and_read, lambda x, cache: x), (keep, lambda x, cache: x + cache.kept[0])):
+        model = Model(write, lambda x: Cache(), end)
+        with pytest.raises(SplitError, match=r"layers\.[07] computes a tensor .* nothing that it returns"):
+            plan_split(model, 2, example={"x": torch.ones(2, 3, dtype=torch.float64)})
+    assert_alike(Model(keep, lambda x: Cache()))  # nobody reads it
