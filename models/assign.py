@@ -138,7 +138,7 @@ def _place_layers(
     if not layers and units.layers:
         raise SplitError(
             f"the model's forward calls none of its {len(units.layers)} layers ({min(units.layers)}, ...), but maybe "
-            "their forward() directly, past hooks and past the split: let it call the layers themselves, layer(x)"
+            "modules within them, past the split: let it call the layers themselves, layer(x)"
         )
     weights = {
         "cost": lambda: _weights(events, [event.flops for event in events]),

@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -54,6 +54,7 @@ class Event:
         unit: FQN of the unit.
         index: which call it is.
         is_layer: whether the unit is a layer.
+        is_direct: whether its ``forward`` was called, past its hooks, as a few models do.
         uses: roots of what it takes, but for its own parameters.
         gives: what it gives, without the tensors.
         stage: where it is made.
@@ -64,6 +65,7 @@ class Event:
     unit: str
     index: int
     is_layer: bool
+    is_direct: bool = False
     uses: frozenset[Root] = frozenset()
     gives: tuple[Description, ...] = ()
     stage: int = -1
@@ -117,8 +119,10 @@ class DryRun:
         model = copy.deepcopy(skeleton)
         for fqn in units.units:
             own = {canonical for name, canonical in names.items() if name.startswith(f"{fqn}.")}
-            unit = model.get_submodule(fqn)
-            replace_call(unit, partial(self._record, fqn, unit, fqn in units.layers, own))
+            unit, event = model.get_submodule(fqn), partial(Event, fqn, is_layer=fqn in units.layers)
+            replace_call(unit, partial(self._record, event, unit, own))
+            direct = self._record(partial(event, is_direct=True), unit, own, unit.forward)
+            unit.forward = wraps(unit.forward)(direct)
         make_parameters_absent(model, names, keep=(), device="cpu")
         values = {name: pytree.tree_map_only(torch.Tensor, torch.clone, value) for name, value in inputs.items()}
         watch = None
@@ -147,11 +151,14 @@ class DryRun:
         self.output: frozenset[Root] = frozenset().union(*roots)
 
     def _record(
-        self, fqn: str, unit: nn.Module, is_layer: bool, own: set[str], call: Callable[..., Any]
+        self, make: Callable[..., Event], unit: nn.Module, own: set[str], call: Callable[..., Any]
     ) -> Callable[..., Any]:
         def recorded(*args: Any, **kwargs: Any) -> Any:
+            event = make(index=len(self.events))
+            fqn = event.unit
+            if recording.unit == fqn:  # a call of the unit comes to its forward
+                return call(*args, **kwargs)
             refuse_in_autograd_function(fqn)
-            event = Event(fqn, len(self.events), is_layer)
             self.events.append(event)
             recording.events = len(self.events)
             before = Snapshot(args, kwargs)

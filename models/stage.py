@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -67,6 +67,7 @@ class _Run:
         self.left = sum(event.stage == stage for event in plan.events)
         self.next_event = 0
         self.kept: list[Kept] | None = None
+        self.within = ""  # which unit's call
 
 
 _active: ContextVar[_Run | None] = ContextVar("the stage's forward that is running", default=None)
@@ -121,8 +122,11 @@ class StageModule(nn.Module):
         self._glue = glue_of(self.model, plan.units)
         self._holders = holders_of_buffers(self.model, plan.units)
         on_conversion(self.model, self._follow)
-        for fqn in plan.units.units:
-            replace_call(self.model.get_submodule(fqn), partial(self._replace, fqn))
+        direct = {event.unit for event in plan.events if event.is_direct}
+        for fqn, unit in ((fqn, self.model.get_submodule(fqn)) for fqn in plan.units.units):
+            replace_call(unit, partial(self._replace, fqn))
+            if fqn in direct:  # and nowhere else: a compiler would have to look through it
+                unit.forward = wraps(unit.forward)(self._replace(fqn, unit.forward))
         self._borrowed = [
             (name, first)
             for name, first in plan.names.items()
@@ -286,8 +290,9 @@ class StageModule(nn.Module):
     def _replace(self, fqn: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def replaced(*args: Any, **kwargs: Any) -> Any:
             run = _active.get()
-            if run is None:
-                return call(*args, **kwargs)  # activation checkpointing runs a layer again in the backward
+            if run is None or run.within == fqn:
+                # Activation checkpointing runs a layer again in the backward; a call of a unit comes to its forward.
+                return call(*args, **kwargs)
             event = self._next_event(run, fqn)
             if self._is_last and event.is_layer and run.kept is None:
                 run.kept = kept_in(self._holders)
@@ -295,7 +300,9 @@ class StageModule(nn.Module):
                 return self._stand_in(event, run, args, kwargs)
             args, kwargs = without_known(args), without_known(kwargs)
             before = Snapshot(args, kwargs)
+            around, run.within = run.within, fqn
             output = call(*args, **kwargs)
+            run.within = around
             self._keep(event, run, before.changes(output))
             run.left -= 1
             if run.left == 0 and not self._is_last:

@@ -279,16 +279,16 @@ def test_what_layers_on_several_stages_share_is_held_by_each_and_its_gradients_a
         torch.testing.assert_close(found[name], parameter.grad)
 
 
-class PastTheCall(Outer):
+class Within(Outer):
     def forward(self, x):
         for layer in self.layers:
-            x = layer.forward(x)
+            x = layer[0](x)
         return (x,)
 
 
-def test_layers_whose_forward_is_called_directly_are_told():
+def test_layers_past_which_what_is_within_them_is_called_are_told():
     with pytest.raises(SplitError, match=r"calls none of its 4 layers \(layers\.0, \.\.\.\), but maybe"):
-        plan_split(PastTheCall(""), 2, example={"x": torch.ones(2, 3)})
+        plan_split(Within(""), 2, example={"x": torch.ones(2, 3)})
 
 
 class Reversible(Outer):

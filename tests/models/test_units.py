@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from pipelining_dualpipev.errors import SplitError
 from pipelining_dualpipev.models import plan_split, verify
 from pipelining_dualpipev.models.units import find_units
+from pipelining_dualpipev.models.verify import Chain
 from tests.models.senses import batch_for, make
 from tests.models.zoo import make_model
 
@@ -63,3 +66,34 @@ def test_a_layer_without_a_list_within_stays_one_beside_those_with_one():
 def test_too_few_layers_all_the_way_down_are_told():
     with pytest.raises(SplitError, match="5 layers cannot fill 6 stages: use at most 2 ranks"):
         plan_split(make("swin"), 3, example=batch_for("swin", 2))
+
+
+class PastTheCall(nn.Module):
+    """Some layers' forward is called as it is, that of the first in a checkpoint, that of the third also by a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(3, 3)) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        first, second, third, fourth = self.layers
+        x = checkpoint(first.forward, x, use_reentrant=False)
+        x = third.forward(second(x).tanh())
+        return (fourth.forward(third(x).tanh()),)
+
+
+def test_layers_whose_forward_is_called_directly_are_split_too():
+    """As SqueezeBERT calls them; a hook is run where the unsplit model runs it, and once."""
+    model, x, called = PastTheCall(), torch.randn(2, 3), []
+    for index, layer in enumerate(model.layers):
+        layer.register_forward_hook(lambda *_, index=index: called.append(index))
+    chain = Chain(model, 2, example={"x": torch.ones(2, 3)})
+    assert [event.is_direct for event in chain.plan.events] == [True, False, True, False, True]
+    assert {event.stage for event in chain.plan.events} == {0, 1, 2, 3}
+    called.clear()
+    chain.step({"x": x}, 1, lambda output, _: output[0].square().sum())
+    assert called == [1, 2]
+    model(x)[0].square().sum().backward()
+    found = chain.gradients()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad)
