@@ -66,15 +66,17 @@ class _Memory:
         received: whether a unit gave it, so that what is written into it before it is handed on is in it.
         maker: the call of a unit in which it was made (its ``recording.used``); None outside of one.
         unit: the name of that unit.
+        root: of what a unit gave.
         spoiled: in the dry run, the call and the name of a unit that has written into it, though it was made outside of
             that call and received from no unit: what other stages have in its place knows nothing of that.
     """
 
-    __slots__ = ("given", "known", "maker", "received", "roots", "spoiled", "unit")
+    __slots__ = ("given", "known", "maker", "received", "root", "roots", "spoiled", "unit")
 
     def __init__(self, roots: frozenset[Root], known: bool) -> None:
         self.roots, self.known = roots, known
         self.given = self.received = False
+        self.root: Root | None = None
         self.maker, self.unit = recording.used, recording.unit
         self.spoiled: tuple[set[Root] | None, str] | None = None
 
@@ -129,6 +131,7 @@ class Absent(WrapperTensor):
         """From here on it is a unit's output."""
         self.memory, self._value = _Memory(frozenset({root}), known=False), None
         self.memory.given = self.memory.received = True
+        self.memory.root = root
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Absent({list(self.shape)}, {self.dtype}, from {told(self.roots)})"
@@ -242,6 +245,8 @@ def _note_write(target: Any, roots: frozenset[Root], known: bool) -> None:
     if isinstance(target, Absent):
         memory = target.memory
         recording.writes_in_place |= recording.dry_run and memory.given
+        if memory.root is not None:
+            (recording.written_by_units if recording.pretends else recording.written_by_glue).add(memory.root)
         if recording.pretends and not memory.received and memory.maker is not recording.used:
             memory.spoiled = recording.used, recording.unit
         memory.roots |= roots

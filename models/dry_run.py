@@ -96,6 +96,8 @@ class DryRun:
         output: roots of the model's output.
         loss: how it comes about; None if there are no labels.
         writes_in_place: whether anything is written into what a unit gave, or an input.
+        written_by_units: of what units gave that into which one of them has written.
+        written_by_glue: and that into which glue has.
         tape: of what was done with inputs.
         chances: what code has seen of random numbers that glue has drawn.
     """
@@ -143,6 +145,7 @@ class DryRun:
         ):
             output = model(**absent, **constants)
         self.writes_in_place, self.chances = recording.writes_in_place, recording.chances
+        self.written_by_units, self.written_by_glue = recording.written_by_units, recording.written_by_glue
         self.loss: LossPlan | None = None
         if watch is not None:
             self.loss = watch.conclude(output["loss"] if isinstance(output, dict) else output[0])

@@ -4,8 +4,9 @@
 does ``mask[[a, b], [c, d]] = False``, which makes tensors of its lists. A mode sees the call before. It is needed in
 the dry run alone: a stage has the inputs that such numbers come from.
 
-Nor is a subclass asked by ``torch.rand(2)``. Of what glue draws so every stage has other numbers, so they become an
-`Absent` with a root of their own, by which to see whether more than one stage has a use for them.
+Nor is a subclass asked by ``torch.rand(2)``, or a dropout of ``torch.ones(2)``: the state of the generator tells that
+numbers were drawn. Every stage has others, so what glue draws becomes an `Absent` with a root of its own, by which to
+see whether more than one stage has a use for it.
 """
 
 from __future__ import annotations
@@ -18,11 +19,10 @@ from torch.overrides import TorchFunctionMode
 
 from pipelining_dualpipev._torch import pytree
 from pipelining_dualpipev.models.absent import Absent, on_known
-from pipelining_dualpipev.models.roots import recording
+from pipelining_dualpipev.models.roots import Demand, recording
 
 __all__ = ["AbsentNumbers"]
 
-_DRAWS = (torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal, torch.bernoulli, torch.multinomial)
 _INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 
 
@@ -37,13 +37,30 @@ class AbsentNumbers(TorchFunctionMode):
                 return _tensor_of(numbers, func, args, kwargs)
         if func in _INDEXING and isinstance(args[1], (list, tuple)):
             args = (args[0], type(args[1])(map(_indices, args[1])), *args[2:])
+        if recording.pretends:
+            return func(*args, **kwargs)
+        before = torch.default_generator.get_state()
         result = func(*args, **kwargs)
-        if func in _DRAWS and not recording.pretends and not isinstance(result, Absent):
-            root = recording.draw(func.__name__)
-            if func is torch.rand:
-                result.fill_(recording.draws)
-            return Absent(result.to("meta"), result.device, frozenset({root}), result)
-        return result
+        return result if torch.default_generator.get_state().equal(before) else _drawn(func, args, result)
+
+
+def _drawn(func: Any, args: Any, result: Any) -> Any:
+    """What ``func`` has given, in which its random numbers can be known again."""
+    root = recording.draw(getattr(func, "__name__", str(func)))
+
+    def known_again(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, Absent):
+            return tensor
+        if any(tensor is given for given in args):
+            # It is written in place, and goes by its name: who comes this far has other numbers in it.
+            assert recording.demands is not None
+            recording.demands.append(Demand(recording.events, frozenset({root})))
+            return tensor
+        if func is torch.rand:
+            tensor.fill_(recording.draws)
+        return Absent(tensor.to("meta"), tensor.device, frozenset({root}), tensor)
+
+    return pytree.tree_map_only(torch.Tensor, known_again, result)
 
 
 def _absent(numbers: Any) -> list[Absent]:

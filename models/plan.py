@@ -57,6 +57,7 @@ class SplitPlan:
         inputs: the example's tensors by name, on meta.
         optional: names of other inputs that the model's forward takes.
         loss: how the model's loss follows from the labels; None if the example has none.
+        as_given: what crosses as its unit gave it, though glue writes into it: every stage's glue does so for itself.
         guards: what the forward has decided by the values of inputs.
         decisive: names of inputs of whose values a plan may depend, also one for other inputs than these; ``values``
             has those of the example.
@@ -72,6 +73,7 @@ class SplitPlan:
     constants: dict[str, Any]
     loss: LossPlan | None
     writes_in_place: bool
+    as_given: frozenset[Root]
     guards: Guards = field(repr=False)
     decisive: frozenset[str]
     values: dict[str, Any] = field(repr=False)
@@ -94,7 +96,17 @@ class SplitPlan:
             (name, tensor.shape, tensor.dtype) for name, value in self.inputs.items() for tensor in tensors_in(value)
         ]
         calls = [(event.unit, event.stage, *map(str, event.gives)) for event in self.events]
-        told = repr((shapes, calls, self.boundaries, self.required_inputs, self.loss, self.writes_in_place))
+        told = repr(
+            (
+                shapes,
+                calls,
+                self.boundaries,
+                self.required_inputs,
+                self.loss,
+                self.writes_in_place,
+                *sorted(self.as_given),
+            )
+        )
         # Objects without words of their own tell their address, which is another on each rank.
         told = re.sub(r" at 0x[0-9a-f]+", "", told)
         return int.from_bytes(hashlib.sha256(told.encode()).digest()[:5], "big")
@@ -211,11 +223,22 @@ def make_plan(
         constants=constants,
         loss=dry_run.loss,
         writes_in_place=dry_run.writes_in_place,
+        as_given=_as_given(dry_run, assignment),
         guards=guards,
         decisive=decisive,
         values={name: value for name, value in inputs.items() if name in decisive},
         parameter_sizes=sizes,
     )
+
+
+def _as_given(dry_run: DryRun, assignment: Assignment) -> frozenset[Root]:
+    crossing = {root for boundary in assignment.boundaries for root in boundary}
+    for root in sorted(crossing & dry_run.written_by_glue & dry_run.written_by_units):
+        raise SplitError(
+            f"{root} is written into in place by a layer and by the forward's own code, which other stages would do "
+            "again: let one of them make a new tensor"
+        )
+    return frozenset(crossing & dry_run.written_by_glue)
 
 
 def _parameters_of(model: nn.Module) -> set[str]:

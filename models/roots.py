@@ -49,6 +49,10 @@ class Demand(NamedTuple):
 class _Recording(threading.local):
     """What the dry run wants to know of the operations that run meanwhile."""
 
+    def __init__(self) -> None:
+        self.written_by_units: set[Root] = set()  # what units gave and one has written into
+        self.written_by_glue: set[Root] = set()
+
     dry_run = False
     pretends = False
     unit = ""  # whose call is running, by name
@@ -66,6 +70,7 @@ class _Recording(threading.local):
         """Record a dry run."""
         self.dry_run, self.writes_in_place, self.events, self.drawn = True, False, 0, 0
         self.demands, self.tape, self.draws, self.chances = demands, tape, draws, ()
+        self.written_by_units, self.written_by_glue = set(), set()
         try:
             yield
         finally:

@@ -66,6 +66,9 @@ class _Run:
         self.plan, self.values = plan, values
         self.left = sum(event.stage == stage for event in plan.events)
         self.next_event = 0
+        self.as_given = {root: value for root, value in values.items() if root in plan.as_given}
+        if plan.writes_in_place:
+            self.values = {root: value.clone() for root, value in values.items()}
         self.kept: list[Kept] | None = None
         self.within = ""  # which unit's call
 
@@ -178,8 +181,6 @@ class StageModule(nn.Module):
         plan = self._plans.get(key, inputs)
         roots = plan.boundaries[self._stage - 1] if self._stage else []
         assert len(values) == len(roots), f"{len(values)} values received, {len(roots)} cross"
-        if plan.writes_in_place:
-            values = [tensor.clone() for tensor in values]
         run = _Run(plan, self._stage, dict(zip(roots, values, strict=True)))
         for name, first in self._borrowed:
             set_tensor(self.model, name, run.values[Root("parameter", first)])
@@ -275,7 +276,7 @@ class StageModule(nn.Module):
         )
 
     def _outgoing(self, root: Root, run: _Run) -> torch.Tensor:
-        value = run.values.get(root)
+        value = run.as_given.get(root, run.values.get(root))
         if value is None:
             assert root.kind == "parameter", f"{root} was not computed"
             value = self.model.get_parameter(self._local_name(root.name))
@@ -336,7 +337,10 @@ class StageModule(nn.Module):
                     raise SplitError(
                         f"{event.unit} was given a value that its stage, {self._stage}, lacks: {told(leaf.roots)}"
                     )
-                run.values[event.root(spec.output)] = leaf
+                root = event.root(spec.output)
+                run.values[root] = leaf
+                if root in run.plan.as_given:
+                    run.as_given[root] = leaf.clone()
 
     def _stand_in(self, event: Event, run: _Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before = Snapshot(args, kwargs) if len(event.gives) > 1 or _hands_through(event.gives[0]) else None

@@ -48,6 +48,17 @@ def by_noise(model: Drops, index: int, x: torch.Tensor, mask: torch.Tensor) -> t
     return torch.rand(32) if index < 0 else x * mask
 
 
+def of_ones(model: Drops, index: int, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return nn.functional.dropout(torch.ones(x.shape), model.p, model.training) if index < 0 else x * mask
+
+
+def written(model: Drops, index: int, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    if index < 0:
+        mask = torch.empty(32)
+        mask.uniform_()
+    return mask if index < 0 else x * mask
+
+
 def at_once(model: Drops, index: int, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return x + torch.randn(32) if index == 0 else nn.functional.dropout(x, model.p) if index == 1 else x
 
@@ -70,7 +81,16 @@ def test_a_dropout_that_several_stages_go_by_is_drawn_once():
     assert chain.forward(EXAMPLE)[0][0].equal(EXAMPLE["x"])
 
 
-@pytest.mark.parametrize(("glue", "name"), [(by_function, "bernoulli_"), (by_noise, "rand"), (drops_layers, "rand")])
+@pytest.mark.parametrize(
+    ("glue", "name"),
+    [
+        (by_function, "bernoulli_"),
+        (by_noise, "rand"),
+        (of_ones, "dropout"),
+        (written, "uniform_"),
+        (drops_layers, "rand"),
+    ],
+)
 def test_what_several_stages_would_each_draw_is_refused(glue, name):
     with pytest.raises(SplitError, match=rf"outside of its layers \({name}\), which stages . and . use"):
         plan_split(Drops(glue), 2, example=EXAMPLE)

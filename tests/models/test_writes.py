@@ -306,3 +306,41 @@ def test_a_buffer_that_follows_from_the_inputs_may_be_written():
     assert_alike(
         Keeps(lambda model, x: setattr(model, "mean", torch.ones_like(model.mean)), early=False, persistent=False)
     )
+
+
+class KeepsOne(Model):
+    """What a layer gave is written into outside of it, and used by later stages too."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        x = self.embed(x)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, None)
+            if index in (1, 4):
+                kept = x
+                kept += self.make(x)
+                x = kept * 1
+        return (x + kept,)
+
+
+def test_what_glue_writes_into_is_sent_as_it_was_given():
+    """It was sent as it was written, and every further stage wrote into it once more: a loss that was a little off."""
+    for write in (lambda x: 1.0, lambda x: x.detach().cos()):
+        assert_alike(KeepsOne(lambda index, x, place: x * 1, write))
+
+
+def test_what_a_layer_and_glue_write_into_is_refused():
+    def write(index: int, x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        if index == 3:
+            place += x.detach()
+        return x
+
+    class Both(Model):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+            x = kept = self.embed(x)
+            kept += 1
+            for layer in self.layers:
+                x = layer(x * 1, kept)
+            return (x + kept,)
+
+    with pytest.raises(SplitError, match="output 0 of embed is written into in place by a layer and by"):
+        plan_split(Both(write, lambda x: None), 2, example={"x": torch.ones(2, 3, dtype=torch.float64)})
