@@ -25,6 +25,7 @@ class SplitModel:
 
     Attributes:
         stages: two torch `PipelineStage`, for a schedule.
+        modules: for each stage by index what runs it, before any wrapper.
         models: for each stage by index the module that has the model's own names.
         loss_fn: the model's own loss, for the schedule (None if the example had no labels, and for plain layers).
         plan: what runs where.
@@ -40,7 +41,8 @@ class SplitModel:
         device: torch.device,
         loss_fn: LossFunction | None,
     ) -> None:
-        self._modules, self._group, self._skeleton = dict(modules), group, skeleton
+        self._group, self._skeleton = group, skeleton
+        self.modules: dict[int, Any] = dict(modules)
         self.models: dict[int, nn.Module] = {stage: module.model for stage, module in modules.items()}
         self.plan, self.loss_fn, self.config = plan, loss_fn, getattr(skeleton, "config", None)
         self.stages = [
@@ -48,13 +50,16 @@ class SplitModel:
         ]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters by the model's own names; one that both stages share comes once, by its first name."""
+        """This rank's parameters by the model's own names; one that both stages share comes once, by its first name.
+
+        What was put into a layer after the split has the name that it would have in the model.
+        """
         seen: set[nn.Parameter] = set()
         for model in self.models.values():
             for name, parameter in model.named_parameters():
                 if parameter not in seen:
                     seen.add(parameter)
-                    yield self.plan.names[name], parameter
+                    yield self.plan.names.get(name, name), parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's parameters, each once."""
@@ -62,7 +67,7 @@ class SplitModel:
 
     def train(self, mode: bool = True) -> SplitModel:
         """Put all modules in training mode, or in evaluation mode if ``mode`` is False."""
-        for module in self._modules.values():
+        for module in self.modules.values():
             module.train(mode)
         return self
 

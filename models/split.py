@@ -142,19 +142,23 @@ def split(
     group, device = where(group_or_mesh, device)
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     own = Placement.v(num_ranks).stages_of(rank)
-    if (layers := layers_of(model)) is not None:
-        stack = plan_stack(layers, 2 * num_ranks, balance)
-        built: list[tuple[Mapping[int, Any], StackPlan]] = []
-        everywhere(lambda: built.append(build_stack(layers, stack, own, device)), group, otherwise=SplitError)
-        start_replicas_alike(built[0][0], group)
-        return SplitModel(*built[0], skeleton=None, group=group, device=device, loss_fn=None)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"a {type(model).__name__} cannot be split: give a model, or a list of layers")
-    plan, skeleton = _plan(model, num_ranks, example, balance)
-    loss_fn = LossFunction(plan.loss, dp_group) if plan.loss else None
-    modules = build_stages(model, skeleton, plan, own, device, loss_fn)
-    start_replicas_alike(modules, group)
-    return SplitModel(modules, plan, skeleton, group, device, loss_fn)
+    built: list[SplitModel] = []
+
+    def build() -> None:
+        if (layers := layers_of(model)) is not None:
+            stages, stack = build_stack(layers, plan_stack(layers, 2 * num_ranks, balance), own, device)
+            built.append(SplitModel(stages, stack, skeleton=None, group=group, device=device, loss_fn=None))
+            return
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"a {type(model).__name__} cannot be split: give a model, or a list of layers")
+        plan, skeleton = _plan(model, num_ranks, example, balance)
+        loss_fn = LossFunction(plan.loss, dp_group) if plan.loss else None
+        modules = build_stages(model, skeleton, plan, own, device, loss_fn)
+        built.append(SplitModel(modules, plan, skeleton, group, device, loss_fn))
+
+    everywhere(build, group, otherwise=SplitError)
+    start_replicas_alike(built[0].modules, group)
+    return built[0]
 
 
 def build_stages(

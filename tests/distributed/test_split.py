@@ -252,6 +252,31 @@ def test_too_few_layers_are_told_on_every_rank(ranks):
         assert "3 layers cannot fill 4 stages: use at most 1 rank" in raised.message
 
 
+def too_few_layers_on_rank_1() -> None:
+    split(make_model("llama", layers=7 - 4 * dist.get_rank()), example=make_batch(2), device="cpu")
+
+
+def test_a_split_that_fails_on_one_rank_fails_on_all(ranks):
+    """The others came to wait for it until the group's timeout."""
+    told, own = ranks(2).run_expecting_errors(too_few_layers_on_rank_1)
+    assert own.message.startswith("3 layers cannot fill 4 stages")
+    assert told.message == f"rank 1: SplitError: {own.message}"
+
+
+def adapters_after_the_split() -> list[str]:
+    parts, schedule = make_split("llama")
+    for stage, model in parts.models.items():
+        for index in {0: [0, 1], 1: [2, 3], 2: [4, 5], 3: [6]}[stage]:
+            model.model.layers[index].mlp.register_parameter("extra", torch.nn.Parameter(torch.ones(2)))
+    step(schedule, **make_batch(2 * N))
+    return [name for name, _ in parts.named_parameters() if "extra" in name]
+
+
+def test_parameters_that_were_added_after_the_split_have_their_names_in_the_model(ranks):
+    names = [name for names in ranks(2).run(adapters_after_the_split) for name in names]
+    assert sorted(names) == [f"model.layers.{index}.mlp.extra" for index in range(7)]
+
+
 def split_over_a_mesh() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     parts = split(make_model("llama"), mesh["pp"], example=make_batch(2), device="cpu", dp_group=mesh["dp"].get_group())
