@@ -96,17 +96,8 @@ class SplitPlan:
             (name, tensor.shape, tensor.dtype) for name, value in self.inputs.items() for tensor in tensors_in(value)
         ]
         calls = [(event.unit, event.stage, *map(str, event.gives)) for event in self.events]
-        told = repr(
-            (
-                shapes,
-                calls,
-                self.boundaries,
-                self.required_inputs,
-                self.loss,
-                self.writes_in_place,
-                *sorted(self.as_given),
-            )
-        )
+        written = self.writes_in_place, sorted(self.as_given)
+        told = repr((shapes, calls, self.boundaries, self.required_inputs, self.loss, written))
         # Objects without words of their own tell their address, which is another on each rank.
         told = re.sub(r" at 0x[0-9a-f]+", "", told)
         return int.from_bytes(hashlib.sha256(told.encode()).digest()[:5], "big")

@@ -49,10 +49,6 @@ class Demand(NamedTuple):
 class _Recording(threading.local):
     """What the dry run wants to know of the operations that run meanwhile."""
 
-    def __init__(self) -> None:
-        self.written_by_units: set[Root] = set()  # what units gave and one has written into
-        self.written_by_glue: set[Root] = set()
-
     dry_run = False
     pretends = False
     unit = ""  # whose call is running, by name
@@ -75,6 +71,10 @@ class _Recording(threading.local):
             yield
         finally:
             self.dry_run, self.demands, self.tape = False, None, None
+
+    def __init__(self) -> None:
+        self.written_by_units: set[Root] = set()  # what units gave and one has written into
+        self.written_by_glue: set[Root] = set()
 
     def draw(self, operation: str) -> Root:
         """A new root, of the random numbers that glue draws now."""
