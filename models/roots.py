@@ -61,6 +61,10 @@ class _Recording(threading.local):
     draws = 0.0  # what it gets where it draws evenly from 0 to 1
     chances: tuple[object, ...] = ()  # what code has seen of these
 
+    def __init__(self) -> None:
+        self.written_by_units: set[Root] = set()  # what units gave and one has written into
+        self.written_by_glue: set[Root] = set()
+
     @contextmanager
     def dry_run_of(self, demands: list[Demand], tape: Tape, draws: float) -> Iterator[None]:
         """Record a dry run."""
@@ -71,10 +75,6 @@ class _Recording(threading.local):
             yield
         finally:
             self.dry_run, self.demands, self.tape = False, None, None
-
-    def __init__(self) -> None:
-        self.written_by_units: set[Root] = set()  # what units gave and one has written into
-        self.written_by_glue: set[Root] = set()
 
     def draw(self, operation: str) -> Root:
         """A new root, of the random numbers that glue draws now."""
