@@ -58,7 +58,7 @@ def refuse_written(before: Iterable[Kept]) -> None:
     """
     for name, module, buffer, version in before:
         own = name.rpartition(".")[2]
-        is_another = module._buffers[own] is not buffer and own in module.state_dict()
+        is_another = getattr(module, own) is not buffer and own in module.state_dict()
         if is_another or version_of(buffer) != version:
             raise SplitError(
                 f"the model's own forward writes into its buffer {name} behind its first layer, where only the last "
