@@ -43,6 +43,7 @@ def test_it_says_what_the_estimate_says():
     assert f"it fits: rank 0 needs {estimated.most / MB:.1f} MB and has 1.0 GB" in words
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_ends_with_1_and_says_what_would():
     estimated = estimate(small_config(), job())
     checkpointed = estimate(small_config(), job(checkpointing=True))

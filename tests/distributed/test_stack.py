@@ -179,6 +179,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_transformers_is_not_imported(tmp_path):
     command = [sys.executable, "-c", WITHOUT_TRANSFORMERS, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2])

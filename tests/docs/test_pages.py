@@ -84,6 +84,7 @@ def test_the_script_on_plain_layers_tells_which_rank_holds_which(tmp_path):
     assert sorted(said) == [f"rank {rank} holds {names}" for rank, names in enumerate(holds)]
 
 
+@pytest.mark.slow
 def test_the_page_on_fuzzing_fuzzes(tmp_path):
     page = (ROOT / "docs/how-to/fuzz-a-schedule.md").read_text()
     (script,) = blocks(page, "python", after="<!-- script: fuzz -->\n")

@@ -81,6 +81,7 @@ def broken_law(mutant: Mutant, case: OrderCase) -> str | None:
     return None
 
 
+@pytest.mark.slow
 def test_an_order_with_one_fault_is_rejected_by_the_law_it_breaks_or_is_right_all_the_same():
     rejected = dict.fromkeys(FAULTS, 0)
 
@@ -102,6 +103,7 @@ def test_an_order_with_one_fault_is_rejected_by_the_law_it_breaks_or_is_right_al
     assert sum(rejected.values()) > 1000
 
 
+@pytest.mark.slow
 @given(orders(max_ranks=4, max_microbatches=8), TRANSPORTS, choosers(), st.data())
 @settings(max_examples=examples(100), suppress_health_check=RELAXED)
 def test_a_rank_that_raises_at_any_action_leaves_nobody_waiting(case, transport, chooser, data):
