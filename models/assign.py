@@ -86,6 +86,7 @@ def assign(
     else:
         _place_as(before, events, names)
     uses = _uses(events, demands, num_stages)
+    _refuse_drawn_twice(uses)
     holders = before.holders if before is not None else _place_parameters(events, units, names, num_stages, uses)
     held = {first: [set(holders[name]) for name in names if names[name] == first] for first in set(names.values())}
     source = {first: min(set.union(*stages)) for first, stages in held.items()}
@@ -95,11 +96,10 @@ def assign(
 
     needs: list[set[Root]] = [set() for _ in range(num_stages)]
     required: list[set[str]] = [set() for _ in range(num_stages)]
-    drawn_on: dict[Root, int] = {}
     for stage, root in uses:
         if root.kind == "random":
-            _refuse_another(root, drawn_on.setdefault(root, stage), stage)
-        elif root.kind == "input":
+            continue  # which stays on its stage
+        if root.kind == "input":
             required[stage].add(root.name)
         elif root.kind == "parameter" and stage in set.intersection(*held[root.name]):
             continue  # under whatever name it is asked for
@@ -113,16 +113,7 @@ def assign(
         for stage in range(num_stages - 1)
     ]
     borrowed = [frozenset(root.name for root in need if root.kind == "parameter") for need in needs]
-    homes: dict[str, tuple[int, ...]] = {}
-    for event in events:
-        homes[event.unit] = (*homes.get(event.unit, ()), event.stage)
-        if event.writes_buffer and len(set(homes[event.unit])) > 1:
-            stages = ", ".join(map(str, sorted(set(homes[event.unit]))))
-            raise SplitError(
-                f"{event.unit} is called on stages {stages} and writes into its buffer {event.writes_buffer}, of which "
-                "each stage would have its own: use a module for each call, or one without such buffers"
-            )
-    return Assignment(homes, holders, boundaries, [tuple(sorted(names_)) for names_ in required], borrowed)
+    return Assignment(_homes(events), holders, boundaries, [tuple(sorted(names_)) for names_ in required], borrowed)
 
 
 def _place_layers(
@@ -265,10 +256,25 @@ def _of_uncalled(units: Units, called: Mapping[str, set[int]]) -> dict[str, set[
     return places
 
 
-def _refuse_another(root: Root, one: int, other: int) -> None:
-    if one != other:
-        raise SplitError(
-            f"the model's forward draws random numbers outside of its layers ({root.name}), which stages {one} and "
-            f"{other} use and would each draw anew: let a module draw them, such as an nn.Dropout, which runs on one "
-            "stage for all, or switch it off"
-        )
+def _refuse_drawn_twice(uses: Iterable[tuple[int, Root]]) -> None:
+    drawn_on: dict[Root, int] = {}
+    for stage, root in uses:
+        if root.kind == "random" and drawn_on.setdefault(root, stage) != stage:
+            raise SplitError(
+                f"the model's forward draws random numbers outside of its layers ({root.name}), which stages "
+                f"{drawn_on[root]} and {stage} use and would each draw anew: let a module draw them, such as an "
+                "nn.Dropout, which runs on one stage for all, or switch it off"
+            )
+
+
+def _homes(events: Iterable[Event]) -> dict[str, tuple[int, ...]]:
+    homes: dict[str, tuple[int, ...]] = {}
+    for event in events:
+        homes[event.unit] = (*homes.get(event.unit, ()), event.stage)
+        if event.writes_buffer and len(set(homes[event.unit])) > 1:
+            stages = ", ".join(map(str, sorted(set(homes[event.unit]))))
+            raise SplitError(
+                f"{event.unit} is called on stages {stages} and writes into its buffer {event.writes_buffer}, of which "
+                "each stage would have its own: use a module for each call, or one without such buffers"
+            )
+    return homes

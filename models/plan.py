@@ -23,7 +23,7 @@ import functools
 import hashlib
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -188,11 +188,7 @@ def make_plan(
     real = inputs if before is None else before.decisive
     run = functools.partial(DryRun, skeleton, units, names, inputs, constants, real, counts_flops=balance == "cost")
     dry_run = run(draws=1.0)
-    demands = [*dry_run.demands, Demand(len(dry_run.events), dry_run.output)]
-    if dry_run.chances and dry_run.chances == run(draws=0.0).chances:
-        # What was drawn has decided nothing: a layer is dropped with probability 0, say.
-        drawn = {root for demand in dry_run.demands for root in demand.roots if root.kind == "random"}
-        demands[:-1] = [Demand(demand.events, demand.roots - drawn) for demand in dry_run.demands]
+    demands = [*_demands(dry_run, run), Demand(len(dry_run.events), dry_run.output)]
     elements = {name: size.numel() for name, (size, _) in sizes.items()}
     placed = before.assignment if before is not None else None
     assignment = assign(dry_run.events, units, names, num_stages, demands, balance, elements, placed)
@@ -220,6 +216,16 @@ def make_plan(
         values={name: value for name, value in inputs.items() if name in decisive},
         parameter_sizes=sizes,
     )
+
+
+def _demands(dry_run: DryRun, run: Callable[..., DryRun]) -> list[Demand]:
+    if not dry_run.chances or dry_run.chances != run(draws=0.0).chances:
+        return dry_run.demands
+    # What was drawn has decided nothing: a layer is dropped with probability 0, say.
+    return [
+        Demand(demand.events, frozenset(root for root in demand.roots if root.kind != "random"))
+        for demand in dry_run.demands
+    ]
 
 
 def _as_given(dry_run: DryRun, assignment: Assignment) -> frozenset[Root]:

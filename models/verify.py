@@ -138,7 +138,7 @@ def compare(
     # The same operations on the same rows: what may differ is how a mean is divided, and the order in which the
     # gradients of a tied parameter are added. (transformers computes the loss in float32 whatever the model's type.)
     rounding = max(torch.finfo(dtype).eps for dtype in types | {torch.float32})
-    return Verification(loss.item(), expected_loss.item(), errors, tolerance=32 * rounding)
+    return Verification(loss.item(), expected_loss.item(), errors, tolerance=16 * rounding)
 
 
 def _error(found: torch.Tensor | None, expected: torch.Tensor | None, largest: float) -> float:

@@ -96,19 +96,20 @@ def refuse_other_orders(modules: Sequence[nn.Module], order: int, pipeline: Cont
     Raises:
         RanksDisagreeError: on every rank of these pipelines, which would have come to wait for each other in a step.
     """
-    differs = False
+    others: set[int] = set()
     for group in _sharding_groups(modules):
         orders = DistributedControl(group).gather(order)
         orders.wait()
-        differs |= len(set(orders.result)) > 1
-    told = pipeline.gather(differs)
+        others |= set(orders.result) - {order}
+    told = pipeline.gather(others)
     told.wait()
-    if ranks := [rank for rank, differs in enumerate(told.result) if differs]:
-        raise RanksDisagreeError(
-            f"the stages of rank {ranks[0]} are sharded by fully_shard over pipelines that run other orders than this "
-            "one, so that they would wait for each other: give all pipelines the same n_microbatches, zb and costs "
-            "(those that one of them has measured)"
-        )
+    for rank, others in enumerate(told.result):
+        if others:
+            raise RanksDisagreeError(
+                f"the stages of rank {rank} are sharded by fully_shard over pipelines that run other orders than this "
+                f"one (by digest {min(others)}, here {order}), so that they would wait for each other: give all "
+                "pipelines the same n_microbatches, zb and costs (those that one of them has measured)"
+            )
 
 
 def _sharding_groups(modules: Sequence[nn.Module]) -> list[dist.ProcessGroup]:

@@ -21,7 +21,7 @@ __all__ = ["exact_on_page", "summary", "write_page"]
 
 _VERDICTS = {
     "exact": "loss and every gradient are those of the model that is not split: none is off by more than rounding of "
-    "single precision, 4e-6 of its largest entry, since transformers computes losses in that; most are equal to the "
+    "single precision, 2e-6 of its largest entry, since transformers computes losses in that; most are equal to the "
     "bit. An image or sound changes what the model says, and no parameter starts at zero, which would hide others",
     "WRONG": "a loss or a gradient differs",
     "refused": "`split` says that it cannot, and why",

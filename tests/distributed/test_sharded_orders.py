@@ -35,9 +35,11 @@ def other_order_in_one_pipeline(sharded: bool) -> str:
 
 def test_other_orders_over_sharded_stages_are_refused_on_every_rank(ranks):
     """They came to wait for each other's shards in the first step."""
-    (told,) = set(ranks(4).run(other_order_in_one_pipeline, True))
-    assert "the stages of rank 0 are sharded by fully_shard over pipelines that run other orders" in told
-    assert "give all pipelines the same n_microbatches, zb and costs" in told
+    told = ranks(4).run(other_order_in_one_pipeline, True)
+    assert told[0] == told[1] != told[2] == told[3], "each pipeline tells the digest of its own order, and the other"
+    for words in told:
+        assert "the stages of rank 0 are sharded by fully_shard over pipelines that run other orders" in words
+        assert "give all pipelines the same n_microbatches, zb and costs" in words
 
 
 def test_replicated_stages_may_be_run_in_any_order(ranks):

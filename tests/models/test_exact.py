@@ -102,6 +102,8 @@ def test_without_a_mask_none_is_required():
     del batch["attention_mask"]
     chain = Chain(model, 2, example=microbatch(batch, 0, N))
     assert [chain.stages[s].required_inputs for s in range(1, 4)] == [(), (), ("labels",)]
+    assert chain.plan.required_inputs == [("input_ids",), (), (), ("labels",)]
+    assert {"input_ids", "labels"} <= set(chain.stages[0].required_inputs), "it may be given all"
     assert_same((chain.step(batch, N), chain.gradients()), unsplit_step(model, batch), CASTS_TO_FP32)
 
 

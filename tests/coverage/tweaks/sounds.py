@@ -62,5 +62,6 @@ SOUNDS: dict[str, dict[str, Any]] = {
     "vibevoice_diffusion": {"latent_size": 32},
     "voxtral": {"audio_token_id": 98},
     "voxtral_encoder": {"intermediate_size": 64},
+    "voxtral_realtime_encoder": {"initializer_range": 0.05},  # else gradients of its attention are near rounding
     "whisper": {"max_source_positions": 16, "max_target_positions": 32, "num_mel_bins": 8},
 }
