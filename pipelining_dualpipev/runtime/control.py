@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from pipelining_dualpipev._torch import gloo_group_beside
 from pipelining_dualpipev.errors import RanksDisagreeError
+from pipelining_dualpipev.runtime.lending import lend
 from pipelining_dualpipev.runtime.transport import Handle, contact
 from pipelining_dualpipev.runtime.watch import Watch
 
@@ -138,21 +139,22 @@ class _Reduced(Generic[T]):
         self._parts = [torch.empty_like(values) for _ in range(group.size())] if group.rank() == 0 else []
         options = dist.GatherOptions()
         options.rootRank = 0
-        self._gathering = group.gather([self._parts] if self._parts else [], [values], options)
-        self._done = False
+        parts = [[lend(part) for part in self._parts]] if self._parts else []
+        self._gathering: dist.Work | None = group.gather(parts, [lend(values)], options)
 
     def wait(self) -> None:
-        if not self._done:
+        if self._gathering is not None:
             self._watch.wait(self._there_and_back)
-        self._done = True
+        self._gathering = None
 
     def _there_and_back(self) -> None:
+        assert self._gathering is not None, "waited for once"
         self._gathering.wait()
         if self._parts:
             self._values = self._combine(torch.stack(self._parts), dim=0)
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
-        self._group.broadcast([self._values], options).wait()
+        self._group.broadcast([lend(self._values)], options).wait()
 
     @property
     def result(self) -> list[T]:
@@ -166,20 +168,23 @@ class _Gathered:
         self._watch, self._group = watch, group
         self._mine = _to_bytes(thing)
         self._sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
-        self._work = group.allgather([self._sizes], [torch.tensor([len(self._mine)])])
+        length = torch.tensor([len(self._mine)])
+        self._work: dist.Work | None = group.allgather([[lend(size) for size in self._sizes]], [lend(length)])
         self._things: list[Any] | None = None
 
     def wait(self) -> None:
         if self._things is None:
             self._watch.wait(self._both_rounds)
+        self._work = None
 
     def _both_rounds(self) -> None:
+        assert self._work is not None, "waited for once"
         self._work.wait()
         sizes = [int(size) for size in self._sizes]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(self._mine)] = self._mine
         parts = [torch.zeros_like(padded) for _ in sizes]
-        self._group.allgather([parts], [padded]).wait()
+        self._group.allgather([[lend(part) for part in parts]], [lend(padded)]).wait()
         self._things = [_from_bytes(part[:size]) for part, size in zip(parts, sizes, strict=True)]
 
     @property

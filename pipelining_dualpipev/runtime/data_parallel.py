@@ -35,6 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipelining_dualpipev.errors import PipelineError, RanksDisagreeError
 from pipelining_dualpipev.runtime.control import Control, DistributedControl
+from pipelining_dualpipev.runtime.lending import lend
 from pipelining_dualpipev.runtime.transport import Handle
 
 __all__ = ["DataParallelStage", "Replicas", "refuse_other_orders", "replicated_modules", "stage_module"]
@@ -192,7 +193,7 @@ def _average(gradients: Sequence[torch.Tensor], group: dist.ProcessGroup) -> Non
     on_their_way = []
     for bucket in buckets:
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket]).div_(dist.get_world_size(group))
-        on_their_way.append((dist.all_reduce(flat, group=group, async_op=True), flat))
+        on_their_way.append((dist.all_reduce(lend(flat), group=group, async_op=True), flat))
     for bucket, (work, flat) in zip(buckets, on_their_way, strict=True):
         work.wait()
         for gradient, mean in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):

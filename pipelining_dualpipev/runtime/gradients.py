@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from pipelining_dualpipev.runtime.lending import lend
+
 __all__ = ["Seed", "clip_grad_norm_", "inject_loss", "mean_loss", "one", "seeding"]
 
 Seed = Callable[[torch.Tensor], torch.Tensor]
@@ -119,7 +121,7 @@ def mean_loss(schedule: _Pipeline, losses: Sequence[torch.Tensor]) -> torch.Tens
     if losses:
         stacked = torch.stack([loss.reshape(()) for loss in losses]).to(total)
         total = stacked.mean() if schedule.scale_grads else stacked.sum()
-    dist.all_reduce(total, group=schedule.group)
+    dist.all_reduce(lend(total), group=schedule.group)
     return total
 
 
@@ -152,10 +154,10 @@ def clip_grad_norm_(schedule: _Pipeline, max_norm: float, norm_type: float = 2.0
     counted = [gradient for gradient, is_elsewhere in found if gradient is not None and not is_elsewhere]
     norm = torch.linalg.vector_norm(torch.stack(_norms(counted, norm_type, schedule.device)), norm_type)
     if math.isinf(norm_type):
-        dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=schedule.group)
+        dist.all_reduce(lend(norm), op=dist.ReduceOp.MAX, group=schedule.group)
     else:
         norm = norm**norm_type
-        dist.all_reduce(norm, group=schedule.group)
+        dist.all_reduce(lend(norm), group=schedule.group)
         norm = norm ** (1.0 / norm_type)
     # As torch's own function has it.
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -83,7 +83,6 @@ class Watch:
         self._group, self._store, self._patience = group, store, patience
         self._others = [rank for rank in range(group.size()) if rank != group.rank()]
         self._number = 0
-        self._last: Callable[[], object] | None = None
         self._probes: list[tuple[dist.Work, torch.Tensor]] = []
         self._waits: SimpleQueue[_Wait | None] = SimpleQueue()
         thread = threading.Thread(target=_run_waits, args=(self._waits,), daemon=True, name="pipelining_dualpipev")
@@ -97,9 +96,6 @@ class Watch:
             RankLostError: if a rank has ended, or has not come.
         """
         self._number += 1
-        # Kept until the next one: gloo's thread lets go of the tensors a moment after it has said that it is done, and
-        # a thread that frees what Python has made, when the interpreter is ending, aborts the process.
-        self._last = until
         wait, start, told = _Wait(until), time.monotonic(), False
         self._waits.put(wait)
         while not wait.done.wait(_GLANCE):
