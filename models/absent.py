@@ -127,9 +127,10 @@ class Absent(WrapperTensor):
         """The data, if it is known: it follows from shapes alone or, in the dry run, from the inputs alone."""
         return self._value if self.memory.known else None
 
-    def becomes_given(self, root: Root) -> None:
-        """From here on it is a unit's output."""
-        self.memory, self._value = _Memory(frozenset({root}), known=False), None
+    def becomes_given(self, root: Root, *, is_sure: bool) -> None:
+        """From here on it is a unit's output; of which a value is still known if that ``is_sure`` and not random."""
+        known = self.value is not None and is_sure and not any(root.kind == "random" for root in self.roots)
+        self.memory = _Memory(frozenset({root}), known)
         self.memory.given = self.memory.received = True
         self.memory.root = root
 
@@ -159,7 +160,7 @@ class Absent(WrapperTensor):
                 _ask_for(x)
             return all(x.value is not None for x in absent) and bool(_seen(on_known(_are_equal, args, {})))
         roots = frozenset().union(*(x.roots for x in absent))
-        if recording.dry_run and not recording.pretends and torch.Tag.nondeterministic_seeded in func.tags:
+        if recording.dry_run and torch.Tag.nondeterministic_seeded in func.tags:
             roots |= {recording.draw(func.overloadpacket.__name__)}
         if recording.used is not None:
             recording.used |= roots
@@ -216,7 +217,7 @@ def _read(tensor: Absent, pretended: torch.Tensor) -> torch.Tensor:
     _ask_for(tensor)
     if tensor.value is None:
         return pretended
-    if recording.dry_run and any(root.kind == "random" for root in tensor.roots):
+    if recording.dry_run and not recording.pretends and any(root.kind == "random" for root in tensor.roots):
         recording.chances += (tensor.value.tolist(),)
     return _seen(tensor.value)
 
@@ -233,11 +234,14 @@ def _ask_for(tensor: Absent) -> None:
         recording.used |= tensor.roots
     elif recording.demands is not None and tensor.value is not None:
         recording.demands.append(Demand(recording.events, tensor.roots))
-    if tensor.value is None and not recording.pretends:
+    if tensor.value is not None:
+        return
+    if not recording.pretends:
         raise SplitError(
             f"the model's forward asks for the value of a tensor that another stage has ({tensor!r}), outside of any "
-            "layer: it cannot be split"
+            "layer, so it cannot be split; if the forward also takes what it makes of that as an input, give it that"
         )
+    recording.guessed = True
 
 
 def _note_write(target: Any, roots: frozenset[Root], known: bool) -> None:

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pipelining_dualpipev._torch import pytree
+from pipelining_dualpipev.errors import SplitError
 from pipelining_dualpipev.models.absent import Absent
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "Description",
     "HandedThrough",
     "Snapshot",
+    "check_constant",
     "leaves_of",
     "without_known",
 ]
@@ -159,6 +161,26 @@ def _collector() -> dict[str, list[Any]]:
     capturing = sys.modules.get("transformers.utils.output_capturing")  # a model of transformers has loaded it
     active = capturing._active_collector.get() if capturing is not None else None
     return {key: values for key, values in (active or {}).items() if isinstance(values, list)}
+
+
+def check_constant(unit: str, spec: Leaf, given: Any) -> None:
+    """Raise if a unit gives something else than the constant that other stages go on with: what follows from data.
+
+    Raises:
+        SplitError: with both. Of a tensor only the shape is compared, which needs no wait for its device.
+    """
+    if not isinstance(spec, Constant):
+        return
+    if isinstance(given, PLAIN) and given != spec.value:
+        raise SplitError(
+            f"{unit} gave {given!r}, in the plan it was {spec.value!r}: what follows from data has to reach "
+            "other stages as a tensor, so let it give a tensor"
+        )
+    if isinstance(given, torch.Tensor) and given.shape != getattr(spec.value, "shape", None):
+        raise SplitError(
+            f"{unit} gave a tensor of shape {list(given.shape)}, in the plan it was {spec.value!r}, a constant: "
+            "what follows from data has to be made of a tensor that it is given"
+        )
 
 
 def leaves_of(value: Any) -> list[Any]:

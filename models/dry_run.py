@@ -169,6 +169,7 @@ class DryRun:
             real = [tensor for _, tensor in before.tensors() if not isinstance(tensor, Absent)]
             versions = [(tensor, version_of(tensor)) for tensor in real]
             buffers = [(name, buffer, version_of(buffer)) for name, buffer in unit.named_buffers()]
+            drawn = recording.drawn
             counter = FlopCounterMode(display=False) if self._counts_flops else nullcontext()
             with pretending(fqn) as used, counter:
                 try:
@@ -177,9 +178,15 @@ class DryRun:
                     if isinstance(error, SplitError):
                         raise
                     raise SplitError(f"the dry run of {fqn} failed: {type(error).__name__}: {error}") from error
+                describe.is_sure, describe.drew_in_place = not recording.guessed, recording.drew_in_place
             if isinstance(counter, FlopCounterMode):
                 event.flops = counter.get_total_flops()
-            event.uses = frozenset(root for root in used if not (root.kind == "parameter" and root.name in own))
+            event.uses = frozenset(
+                root
+                for root in used
+                if not (root.kind == "parameter" and root.name in own)
+                and not (root.kind == "random" and root.output > drawn)
+            )
             event.writes_buffer = next((name for name, buffer, seen in buffers if version_of(buffer) != seen), "")
             changes = before.changes(output)
             _refuse_what_others_would_not_see(fqn, versions, changes)
@@ -208,7 +215,15 @@ def _refuse_what_others_would_not_see(
 
 
 class _Describer:
-    """Describes what one event gives; tensors that it has computed are numbered, and become roots themselves."""
+    """Describes what one event gives; tensors that it has computed are numbered, and become roots themselves.
+
+    Attributes:
+        is_sure: whether the call has pretended no value, by which it may have given something else.
+        drew_in_place: whether it has written random numbers into a real tensor.
+    """
+
+    is_sure = True
+    drew_in_place = False
 
     def __init__(self, event: Event, before: Snapshot) -> None:
         self._event = event
@@ -225,11 +240,17 @@ class _Describer:
         if path is not None and roots == getattr(leaf, "roots", None) and not written:
             return HandedThrough(path)
         if not isinstance(leaf, Absent):
+            if self.drew_in_place:
+                raise SplitError(
+                    f"{self._event.unit} writes random numbers into a tensor and gives one of shape {list(leaf.shape)} "
+                    "that comes of no input or parameter, so a constant to other stages, which it may not be: let it "
+                    "draw by a function that gives a new tensor (torch.rand)"
+                )
             return Constant(leaf)  # made from shapes alone
-        if leaf.value is not None and not leaf.roots:
+        if leaf.value is not None and not leaf.roots and self.is_sure:
             return Constant(leaf.value)
         computed = Computed(len(self._numbers), tuple(leaf.shape), leaf.dtype)
-        leaf.becomes_given(self._event.root(computed.output))
+        leaf.becomes_given(self._event.root(computed.output), is_sure=self.is_sure)
         self._numbers[id(leaf)] = computed
         return computed
 

@@ -6,7 +6,7 @@ the dry run alone: a stage has the inputs that such numbers come from.
 
 Nor is a subclass asked by ``torch.rand(2)``, or a dropout of ``torch.ones(2)``: the state of the generator tells that
 numbers were drawn. Every stage has others, so what glue draws becomes an `Absent` with a root of its own, by which to
-see whether more than one stage has a use for it.
+see whether more than one stage has a use for it. What a unit draws and gives is handed on.
 """
 
 from __future__ import annotations
@@ -37,8 +37,6 @@ class AbsentNumbers(TorchFunctionMode):
                 return _tensor_of(numbers, func, args, kwargs)
         if func in _INDEXING and isinstance(args[1], (list, tuple)):
             args = (args[0], type(args[1])(map(_indices, args[1])), *args[2:])
-        if recording.pretends:
-            return func(*args, **kwargs)
         before = torch.default_generator.get_state()
         result = func(*args, **kwargs)
         return result if torch.default_generator.get_state().equal(before) else _drawn(func, args, result)
@@ -53,10 +51,12 @@ def _drawn(func: Any, args: Any, result: Any) -> Any:
             return tensor
         if any(tensor is given for given in args):
             # It is written in place, and goes by its name: who comes this far has other numbers in it.
-            assert recording.demands is not None
-            recording.demands.append(Demand(recording.events, frozenset({root})))
+            if recording.pretends:
+                recording.drew_in_place = True
+            elif recording.demands is not None:
+                recording.demands.append(Demand(recording.events, frozenset({root})))
             return tensor
-        if func is torch.rand:
+        if func is torch.rand and not recording.pretends:
             tensor.fill_(recording.draws)
         return Absent(tensor.to("meta"), tensor.device, frozenset({root}), tensor)
 

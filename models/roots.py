@@ -1,8 +1,8 @@
 """Where the data of a tensor comes from, and what the dry run of a plan notes about it.
 
 A *root* is an input of the model, a parameter, or an output of one call of a unit. Every `models.absent.Absent` knows
-its own, so whatever a unit or the forward's own code takes tells what has to be brought there. Random numbers that glue
-draws are a root too, of which every stage has its own.
+its own, so whatever a unit or the forward's own code takes tells what has to be brought there. Random numbers are a
+root too: of what glue draws every stage has its own.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ __all__ = ["Demand", "Root", "pretending", "recording", "told"]
 class Root(NamedTuple):
     """Where a value comes from: an ``"input"`` or a ``"parameter"`` by name, or an output of an ``"event"``.
 
-    An event is one call of a unit (`models.plan`); its outputs are numbered. ``"random"`` is what an operation of glue
-    has drawn, named after it and numbered.
+    An event is one call of a unit (`models.plan`); its outputs are numbered. ``"random"`` is what an operation has
+    drawn, named after it and numbered.
     """
 
     kind: str
@@ -53,12 +53,14 @@ class _Recording(threading.local):
     pretends = False
     unit = ""  # whose call is running, by name
     used: set[Root] | None = None  # in a unit: roots of whatever operations have taken; another set in each call
+    guessed = False  # in a unit: whether a value that is not there was pretended
+    drew_in_place = False  # in a unit: whether random numbers were written into a real tensor
     demands: list[Demand] | None = None  # of glue
     events = 0  # how many units have been called so far
     writes_in_place = False  # into something that a unit gave, or an input
     tape: Tape | None = None  # of what is done with known data
-    drawn = 0  # how often glue has drawn random numbers
-    draws = 0.0  # what it gets where it draws evenly from 0 to 1
+    drawn = 0  # how often random numbers were drawn
+    draws = 0.0  # what glue gets where it draws evenly from 0 to 1
     chances: tuple[object, ...] = ()  # what code has seen of these
 
     def __init__(self) -> None:
@@ -94,10 +96,13 @@ def told(roots: frozenset[Root] | set[Root]) -> str:
 @contextmanager
 def pretending(unit: str) -> Iterator[set[Root]]:
     """In the dry run, inside a unit: values may be pretended; yields what becomes the roots that the unit has used."""
-    before = recording.pretends, recording.used, recording.unit
+    names = ("pretends", "used", "unit", "guessed", "drew_in_place")
+    before = {name: getattr(recording, name) for name in names}
     used: set[Root] = set()
     recording.pretends, recording.used, recording.unit = True, used, unit
+    recording.guessed = recording.drew_in_place = False
     try:
         yield used
     finally:
-        recording.pretends, recording.used, recording.unit = before
+        for name, value in before.items():
+            setattr(recording, name, value)

@@ -30,11 +30,11 @@ from pipelining_dualpipev.models.absent import Absent, tensors_in
 from pipelining_dualpipev.models.calls import (
     PLAIN,
     Computed,
-    Constant,
     Description,
     HandedThrough,
     Leaf,
     Snapshot,
+    check_constant,
     leaves_of,
     without_known,
 )
@@ -331,7 +331,7 @@ class StageModule(nn.Module):
         for change, description in zip(changes, event.gives, strict=True):
             for leaf, spec in zip(leaves_of(change.value), description.leaves, strict=True):
                 if not isinstance(spec, Computed):
-                    _check_plain(event, spec, leaf)
+                    check_constant(event.unit, spec, leaf)
                     continue
                 if isinstance(leaf, Absent):
                     raise SplitError(
@@ -362,15 +362,6 @@ class StageModule(nn.Module):
             assert before is not None
             before.apply(description.place, description.build(resolve))
         return event.gives[0].build(resolve)
-
-
-def _check_plain(event: Event, spec: Leaf, given: Any) -> None:
-    """Other stages go on with what the plan has: a number that follows from data would be another one."""
-    if isinstance(spec, Constant) and isinstance(given, PLAIN) and given != spec.value:
-        raise SplitError(
-            f"{event.unit} gave {given!r}, in the plan it was {spec.value!r}: what follows from data has to reach "
-            "other stages as a tensor, so let it give a tensor"
-        )
 
 
 def _hands_through(description: Description) -> bool:

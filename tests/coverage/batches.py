@@ -17,7 +17,10 @@ from tests.coverage.configs import VOCABULARY
 from tests.coverage.senses import ROWS, codebooks, image_forms, places_taken, sound_forms, wave_forms
 from tests.coverage.tasks import Task
 
-__all__ = ["batches_for"]
+__all__ = ["TOLD", "batches_for"]
+
+TOLD = ("patch_lengths",)
+"""What a model finds out by layers of its own, and decides by, unless it is told."""
 
 LENGTH = 12
 IGNORED = -100
@@ -34,9 +37,9 @@ Batch = dict[str, Any]
 def batches_for(task: Task, model: nn.Module, dtype: torch.dtype) -> Iterator[Batch]:
     """Batches to try, the most demanding one first."""
     generator = torch.Generator().manual_seed(1)
-    takes = set(inspect.signature(model.forward).parameters)
+    takes, passed_on = set(inspect.signature(model.forward).parameters), ("input_ids", *TOLD)
     for whole in _inputs(task, model, takes, dtype, generator):
-        batch = {name: value for name, value in whole.items() if name in takes or name == "input_ids"}
+        batch = {name: value for name, value in whole.items() if name in takes or name in passed_on}
         yield batch
         without_mask = {name: value for name, value in batch.items() if name != "attention_mask"}
         if len(without_mask) < len(batch):
@@ -64,7 +67,7 @@ def _inputs(
     if "shared_kv_states" in takes:
         yield _draft(model, dtype, generator)
     if ("text" in task.inputs and not task.needs_senses) or not takes_senses:
-        yield from _text(task, generator)
+        yield from _text(task, model, generator)
         if "image" not in task.inputs and "pixel_values" in takes:  # what reads no words without one
             for form in image_forms(model, dtype, generator):
                 yield from _among_words(task, model, "image", form, generator)
@@ -72,7 +75,7 @@ def _inputs(
         yield from _codes(books, generator)
 
 
-def _text(task: Task, generator: torch.Generator) -> Iterator[Batch]:
+def _text(task: Task, model: nn.Module, generator: torch.Generator) -> Iterator[Batch]:
     ids = torch.randint(_FIRST_WORD, _LAST_WORD, (ROWS, LENGTH), generator=generator)
     mask = torch.ones_like(ids)
     mask[1, -3:] = 0
@@ -85,7 +88,8 @@ def _text(task: Task, generator: torch.Generator) -> Iterator[Batch]:
         labels = torch.randint(0, 2, ids.shape, generator=generator) if of_two else ids.clone()
         labels[0, :5] = IGNORED
         labels[mask == 0] = IGNORED
-    yield {"input_ids": ids, "attention_mask": mask, "labels": labels, **_boxes(ids)}
+    told = {"patch_lengths": _patches(ids, generator)} if hasattr(model.config, "patch_in_forward") else {}
+    yield {"input_ids": ids, "attention_mask": mask, "labels": labels, **_boxes(ids), **told}
 
 
 def _draft(model: nn.Module, dtype: torch.dtype, generator: torch.Generator) -> Batch:
@@ -122,6 +126,14 @@ def _codes(books: int, generator: torch.Generator) -> Iterator[Batch]:
     turned = answer.reshape(ROWS, books, LENGTH).transpose(1, 2).contiguous()
     yield {"input_ids": answer, "attention_mask": mask, "labels": turned.masked_fill(mask[..., None] == 0, IGNORED)}
     yield {"input_ids": words, "attention_mask": mask, "decoder_input_ids": turned, "labels": answer}
+
+
+def _patches(ids: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Lengths of the patches that each row's bytes, and the next one, are taken together in; 0 behind the last."""
+    begins = torch.rand(ids.shape[0], ids.shape[1] + 1, generator=generator) < 0.5
+    begins[:, 0] = True
+    patches = begins.cumsum(1)
+    return torch.stack([patches.eq(number + 1).sum(1) for number in range(int(patches.max()))], dim=1)
 
 
 def _boxes(ids: torch.Tensor) -> Batch:

@@ -18,7 +18,7 @@ from pipelining_dualpipev._torch import pytree
 from pipelining_dualpipev.errors import SplitError
 from pipelining_dualpipev.models.verify import Chain, Verification, compare
 from pipelining_dualpipev.runtime.weight_grad import AtOperations
-from tests.coverage.batches import batches_for
+from tests.coverage.batches import TOLD, batches_for
 from tests.coverage.configs import tiny_config
 from tests.coverage.tasks import TASKS, Task
 
@@ -43,6 +43,7 @@ class Result:
         dtype: what it was computed in.
         error: the largest of the errors of loss and gradients.
         own_loss: whether the model's own loss was compared, or one made of its outputs.
+        told: what was given to it that it would otherwise find out by layers of its own, and decide by.
         seconds: that it took.
     """
 
@@ -55,6 +56,7 @@ class Result:
     dtype: str = ""
     error: float = 0.0
     own_loss: bool = True
+    told: tuple[str, ...] = ()
     seconds: float = 0.0
 
 
@@ -64,7 +66,8 @@ def check(task: str, model_type: str) -> Result:
     result = Result(task, model_type, "not built")
     try:
         model, batch, dtype = _that_runs(task, model_type)
-        result = replace(result, verdict="refused", dtype=str(dtype).removeprefix("torch."))
+        told = tuple(name for name in TOLD if name in batch)
+        result = replace(result, verdict="refused", dtype=str(dtype).removeprefix("torch."), told=told)
         result = _compare(result, model, batch)
     except Exception as error:
         result = replace(result, reason=_told(error))

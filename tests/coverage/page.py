@@ -84,7 +84,8 @@ def _head(sections: dict[str, list[str]]) -> list[str]:
         "",
         "*Tensors* is how many cross each boundary, forward. *Deferred* is the share of the parameters whose weight "
         "gradients a schedule puts off to W. *Outputs*: the model's own loss cannot be taken apart into microbatches, "
-        "so a loss over its outputs was compared, as a `loss_fn` of your own would be.",
+        "so a loss over its outputs was compared, as a `loss_fn` of your own would be. *Told*: given as an input was "
+        "what the model would else find out by layers of its own and decide by, for which it would be refused.",
         "",
         "| | types | " + " | ".join(_VERDICTS) + " |",
         "|---|" + "---:|" * (len(_VERDICTS) + 1),
@@ -105,6 +106,7 @@ def _table(results: Sequence[Result]) -> list[str]:
         remarks = [
             "fp32" if compared and result.dtype == "float32" else "",
             "outputs" if not result.own_loss else "",
+            f"told {', '.join(f'`{name}`' for name in result.told)}" if result.told else "",
             _cell(result.reason),
         ]
         tensors = ", ".join(map(str, result.boundaries))

@@ -53,6 +53,13 @@ def test_a_type_that_cannot_be_built_is_told_with_the_reason(monkeypatch):
     assert "are not tiny; the largest is model" in result.reason
 
 
+def test_a_type_that_is_told_what_it_would_decide_by_is_marked(tmp_path):
+    result = check("causal-lm", "blt")
+    assert (result.verdict, result.told) == ("exact", ("patch_lengths",)), result.reason
+    write_page(tmp_path / "coverage.md", [result])
+    assert "| told `patch_lengths` |" in (tmp_path / "coverage.md").read_text()
+
+
 def test_a_batch_whose_image_the_model_leaves_out_is_not_taken():
     """MiniCPM-V 4.7 goes on with the words alone if its config has no token for an image."""
 

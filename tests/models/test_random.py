@@ -126,3 +126,51 @@ def test_t5s_decoder_layers_go_by_one_dropout_of_what_the_encoder_gives():
     crossing = [{root.name for root in boundary} for boundary in boundaries]
     assert "encoder.dropout" in crossing[1] & crossing[2]
     assert not any("encoder.final_layer_norm" in names for names in crossing)
+
+
+class GivesNoise(nn.Module):
+    """A layer that adds noise, and gives it for the others to add."""
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__()
+        self.linear, self.in_place = nn.Linear(4, 4), in_place
+
+    def forward(self, x: torch.Tensor, noise: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        if noise is None and self.in_place:
+            noise = torch.empty(4)
+            noise.uniform_()
+        elif noise is None:
+            noise = torch.rand(4) + torch.nn.functional.dropout(torch.ones_like(x[0]), 0.5)
+        return self.linear(x) * 0 + noise, noise
+
+
+class PassesNoise(nn.Module):
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([GivesNoise(in_place=in_place) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        noise, total = None, 0
+        for layer in self.layers:
+            x, noise = layer(x, noise)
+            total = total + x
+        return (total,)
+
+
+def test_what_a_layer_has_drawn_and_gives_is_drawn_in_each_step_and_handed_on():
+    """It came of no input, so it was taken for a constant, and was what the dry run had drawn, in all steps."""
+    example = {"x": torch.ones(2, 4)}
+    chain = Chain(PassesNoise(in_place=False), 2, example)
+    model = PassesNoise(in_place=False)
+    totals = []
+    for _ in range(2):
+        with torch.random.fork_rng():
+            expected = model(**example)[0]
+        totals.append(chain.forward(example)[0][0])
+        torch.testing.assert_close(totals[-1], expected)
+    assert not totals[0].allclose(totals[1])
+
+
+def test_what_a_layer_draws_in_place_and_gives_is_refused():
+    with pytest.raises(SplitError, match=r"layers\.0 writes random numbers .* gives one of shape \[4\]"):
+        plan_split(PassesNoise(in_place=True), 2, example={"x": torch.ones(2, 4)})

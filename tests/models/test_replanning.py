@@ -118,6 +118,44 @@ def test_values_that_lead_another_way_are_planned_for(dry_runs):
     assert len(dry_runs) == 4
 
 
+class Pools(nn.Module):
+    """It halves the length of words and mask, as the strides of a speech model do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.embed(ids).unflatten(1, (-1, 2)).mean(2), mask.unflatten(1, (-1, 2)).any(2)
+
+
+class SkipsForItsMask(nn.Module):
+    """Its own code asks for a mask that a layer has computed, of the mask that is an input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = Pools()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(4, 4)) for _ in range(5)])
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor]:
+        x, mask = self.pool(ids, mask)
+        for index, layer in enumerate(self.layers):
+            if index != 2 or not mask.all():
+                x = layer(x) * mask[..., None]
+        return (x,)
+
+
+@pytest.mark.parametrize("example", [rows(2, 3), rows(6, 6)], ids=["padding", "none"])
+def test_glue_may_decide_by_what_a_layer_computes_of_inputs_alone(example, dry_runs):
+    """The first stage finds it out of the inputs before the step; the others look at what they receive."""
+    model = SkipsForItsMask()
+    chain = Chain(model, 2, example)
+    assert chain.plan.guards.names == {"mask"}
+    for lengths in ((6, 5), (4, 4), (6, 6), (2, 5), (5, 5)):
+        assert outputs_match(chain, model, rows(*lengths))
+    assert len(dry_runs) == 2, "the other way, once on each rank"
+
+
 def test_what_was_seen_and_does_not_matter_is_not_planned_for_again(dry_runs):
     model, batch = make_model("llama"), make_batch(2)
     assert not batch["attention_mask"].all()
