@@ -71,16 +71,18 @@ class Pipeline:
         rank = wires.transport.rank
         self._runners, self._wires = runners, wires
         self._device = next(iter(runners.values())).device
-        self._named_inputs = NamedInputs(
-            required_inputs, prepares=prepares, source=placement.rank_of[0], device=self._device, wires=wires
-        )
+        source = placement.rank_of[0]
+        self._named_inputs = {
+            trains: NamedInputs(required_inputs, prepares=prepares, source=source, device=self._device, wires=wires)
+            for trains in (True, False)
+        }
         modules = [runner.module for runner in runners.values()]
         self.tied = TiedGradients(modules, placement, wires.transport, wires.control)
         self._executors = {
             trains: Executor(programs[rank], placement=placement, runners=runners, wires=wires, tied=self.tied)
             for trains, programs in ((True, training), (False, evaluation))
         }
-        # By kind of step: what the last one that succeeded was like. As long as that stays, shapes stay.
+        # By kind of step, as are all notes of shapes: what the last one that succeeded was like, for which they hold.
         self._last: dict[bool, object] = {}
 
     def observe(self, observer: Observer | None) -> None:
@@ -150,7 +152,7 @@ class Pipeline:
         self._last.pop(trains, None)
         lost = None
         try:
-            inputs = yield from self._named_inputs.deliver(inputs, announce=announce)
+            inputs = yield from self._named_inputs[trains].deliver(inputs, announce=announce)
         except ContactLostError as error:  # the others may not know yet, and are not to wait for this rank
             lost = error
         if inputs.told is not None and announce and 0 not in self._runners:

@@ -78,6 +78,52 @@ def test_ranks_that_give_different_keyword_inputs_are_told_which(ranks, on_rank_
         assert words in told
 
 
+class Scaled(nn.Module):
+    """Takes from wherever the first stage is what each stage multiplies by."""
+
+    required_inputs = ("scale",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
+        return self.layer(x).tanh() * scale
+
+
+def trained_and_evaluated_by_turns(training: Any, evaluation: Any) -> None:
+    torch.manual_seed(0)
+    cut = Cut([Scaled() for _ in range(num_stages())], 4)
+    x, target = make_batch(4)
+    for scale, step in [(training, cut.schedule.step), (evaluation, cut.schedule.eval)] * 2:
+        losses: list[torch.Tensor] = []
+        step(*(x,), target=target, scale=scale, losses=losses) if cut.rank == 0 else step()
+        h = x
+        for layer in cut.whole:
+            h = layer(h, scale)
+        loss = mean_square(h, target)
+        if cut.rank == 0:
+            torch.testing.assert_close(torch.stack(losses).mean(), loss.detach())
+        if step == cut.schedule.step:
+            loss.backward()
+            cut.assert_gradients_equal()
+
+
+@pytest.mark.parametrize(
+    ("training", "evaluation"),
+    [
+        (2.0, 3.0),
+        (torch.full((4, 1), 2.0), torch.full((4, 1), 3.0, dtype=torch.float64)),
+        (torch.full((4, 1), 2.0), torch.full((4, WIDTH), 3.0)),
+        (torch.full((4, 1), 2.0), 3.0),
+    ],
+    ids=["number", "type", "shape", "either"],
+)
+def test_inputs_by_name_may_be_others_in_training_than_in_evaluation(ranks, training, evaluation):
+    """A step after an evaluation went by the numbers and shapes of that: wrong gradients, an abort, or for ever."""
+    ranks(2).run(trained_and_evaluated_by_turns, training, evaluation)
+
+
 # ---------------------------------------------------------------------------------------------- shapes that change
 
 
