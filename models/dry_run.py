@@ -246,9 +246,9 @@ class _Describer:
                     "that comes of no input or parameter, so a constant to other stages, which it may not be: let it "
                     "draw by a function that gives a new tensor (torch.rand)"
                 )
-            return Constant(leaf)  # made from shapes alone
+            return Constant(leaf.clone())  # made from shapes alone; the forward's own code may yet write into it
         if leaf.value is not None and not leaf.roots and self.is_sure:
-            return Constant(leaf.value)
+            return Constant(leaf.value.clone())
         computed = Computed(len(self._numbers), tuple(leaf.shape), leaf.dtype)
         leaf.becomes_given(self._event.root(computed.output), is_sure=self.is_sure)
         self._numbers[id(leaf)] = computed

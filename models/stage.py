@@ -356,7 +356,8 @@ class StageModule(nn.Module):
                 return value
             if isinstance(leaf, HandedThrough):
                 return arguments[leaf.path]
-            return leaf.value.to(self._device) if isinstance(leaf.value, torch.Tensor) else leaf.value
+            # A copy, as the call itself would give a new one: the forward's own code may write into it.
+            return leaf.value.to(self._device, copy=True) if isinstance(leaf.value, torch.Tensor) else leaf.value
 
         for description in event.gives[1:]:
             assert before is not None

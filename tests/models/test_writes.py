@@ -344,3 +344,38 @@ def test_what_a_layer_and_glue_write_into_is_refused():
 
     with pytest.raises(SplitError, match="output 0 of embed is written into in place by a layer and by"):
         plan_split(Both(write, lambda x: None), 2, example={"x": torch.ones(2, 3, dtype=torch.float64)})
+
+
+class GivesZeros(nn.Module):
+    """A layer that gives zeros of its own making, into which the model's own code writes."""
+
+    def __init__(self, *, like: bool) -> None:
+        super().__init__()
+        self.linear, self.like = nn.Linear(3, 3), like
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.linear(x), torch.zeros_like(x) if self.like else torch.zeros(3)
+
+
+class Counts(nn.Module):
+    def __init__(self, *, like: bool) -> None:
+        super().__init__()
+        self.first = GivesZeros(like=like)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(3, 3)) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        x, count = self.first(x)
+        for layer in self.layers:
+            count += 1
+            x = layer(x) * count
+        return (x,)
+
+
+@pytest.mark.parametrize("like", [True, False])
+def test_what_glue_writes_into_a_layers_constant_is_not_there_the_next_time(like):
+    """The dry run's writes, and those of each step, were found in it by the next one."""
+    model = Counts(like=like)
+    chain = Chain(model, 2, example={"x": torch.ones(2, 3)})
+    for _ in range(3):
+        x = torch.randn(2, 3)
+        torch.testing.assert_close(chain.forward({"x": x})[0][0], model(x)[0])
